@@ -1,0 +1,53 @@
+# Two commands matter: `make demo` and `make test`. Each sets itself up the first time and is quick afterwards.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test slow lint format dist-check clean help
+
+help:
+	@echo "make demo        watch a small model learn to add, on this machine"
+	@echo "make test        run the tests"
+	@echo "make slow        run the slow tests"
+	@echo "make lint        linter, formatter in check mode, strict types, layers"
+	@echo "make format      format the code"
+	@echo "make dist-check  build wheel and sdist, install them into empty environments, try them"
+
+demo: $(VENV)/.local
+	@$(BIN)/tinkex demo $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+slow: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+dist-check: $(VENV)/.test
+	$(BIN)/python tools/dist_check.py
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.local: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "setting up (once): installing tinkex and PyTorch into $(VENV) …"
+	$(PIP) --editable '.[local]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "setting up (once): installing tinkex and the test tools into $(VENV) …"
+	$(PIP) --editable '.[local,test,lint]'
+	@touch $@ $(VENV)/.local
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,105 @@
+"""`tinkex serve`: the embedded server on a port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from pathlib import Path
+
+import click
+
+from tinkex.config import LOOPBACK
+from tinkex.local import DEFAULT_MODEL, default_data_dir, make_engine
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, help="Port to listen on; 0 picks a free one.")
+@click.option(
+    "--data-dir", type=click.Path(path_type=Path), help="Where checkpoints and facts are kept. [default: TINKEX_DATA_DIR]"
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME[=DIR]",
+    help=f"A model to serve: a bundled name, a hub id, or NAME=DIR. Repeatable.  [default: {DEFAULT_MODEL}]",
+)
+@click.option(
+    "--api-key",
+    envvar="TINKEX_SERVER_API_KEY",
+    help="Key that clients must send (better set TINKEX_SERVER_API_KEY).",
+)
+@click.option(
+    "--hub-cache/--no-hub-cache",
+    default=True,
+    show_default=True,
+    help="Put the models' tokenizers into the Hugging Face cache, for clients on this machine.",
+)
+@click.option("--log-level", default="warning", show_default=True, help="debug, info, warning or error.")
+def serve(
+    host: str,
+    port: int,
+    data_dir: Path | None,
+    models: tuple[str, ...],
+    api_key: str | None,
+    hub_cache: bool,
+    log_level: str,
+) -> None:
+    """Serve models on this machine to any Tinker client.
+
+    Prints one line with the URL when it is ready. Point a client there with TINKER_BASE_URL; the official client also
+    wants a TINKER_API_KEY that starts with "tml-", and any such key will do while the server is open.
+    """
+    if host not in LOOPBACK and not api_key:
+        raise click.UsageError(
+            f"listening on {host} would let anyone in: set TINKEX_SERVER_API_KEY, or listen on 127.0.0.1"
+        )
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        listener = _listen(host, port)
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    os.environ["TINKEX_HUB_CACHE"] = "1" if hub_cache else "0"
+    places = dict(_parse_model(model) for model in models)
+    asyncio.run(_serve(listener, data_dir or default_data_dir(), places, api_key))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    return listener
+
+
+def _parse_model(text: str) -> tuple[str, str]:
+    name, _, directory = text.partition("=")
+    if not name:
+        raise click.UsageError(f"--model {text!r}: expected NAME or NAME=DIR")
+    return name, directory
+
+
+async def _serve(listener: socket.socket, data_dir: Path, models: dict[str, str], api_key: str | None) -> None:
+    import uvicorn
+
+    from tinkex.local import publish_tokenizers
+    from tinkex.server.app import create_app
+
+    engine = make_engine(models)
+    publish_tokenizers(engine)
+    app = create_app(engine, data_dir, api_key=api_key)
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="on")
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        names = ", ".join(model.name for model in engine.models())
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        access = "key required" if api_key else "open, no key needed"
+        click.echo(f"tinkex serving at http://{shown}:{port}  models: {names}  data: {data_dir}  ({access})")
+    await serving

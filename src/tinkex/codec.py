@@ -1,0 +1,108 @@
+"""Bodies: which form a message takes (JSON or protobuf, plain or zstd), and reading it back.
+
+Both sides of the wire use this module, so a message cannot be written one way and read another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from tinkex import protobuf
+from tinkex.types.record import from_json, to_json
+from tinkex.types.sampling import SampleResponse
+from tinkex.types.training import ForwardBackwardOutput, ForwardBackwardRequest
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+T = TypeVar("T")
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+MAX_BODY = 1 << 30
+"""Most bytes a compressed body may grow to, unless the caller says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Encoded bytes and the headers that say what they are."""
+
+    data: bytes
+    content_type: str = JSON
+    encoding: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Content headers."""
+        headers = {"Content-Type": self.content_type}
+        return headers | {"Content-Encoding": self.encoding} if self.encoding else headers
+
+
+ENCODERS: dict[type[Any], Callable[[Any], bytes]] = {
+    ForwardBackwardRequest: protobuf.encode_forward_backward,
+    ForwardBackwardOutput: protobuf.encode_forward_backward_output,
+    SampleResponse: protobuf.encode_sample,
+}
+DECODERS: dict[type[Any], Callable[[bytes], Any]] = {
+    ForwardBackwardRequest: protobuf.decode_forward_backward,
+    ForwardBackwardOutput: protobuf.decode_forward_backward_output,
+    SampleResponse: protobuf.decode_sample,
+}
+
+
+def has_protobuf(kind: type[Any]) -> bool:
+    """Whether a message has a protobuf form."""
+    return kind in DECODERS
+
+
+def encode(value: Any, *, as_protobuf: bool = True, compress: bool = False) -> Body:
+    """Encode a message: as protobuf when it has such a form and that is wanted, else as JSON."""
+    encoder = ENCODERS.get(type(value)) if as_protobuf else None
+    data = encoder(value) if encoder else to_json(value)
+    content_type = PROTOBUF if encoder else JSON
+    if compress:
+        return Body(zstd.compress(data, 1), content_type, "zstd")
+    return Body(data, content_type)
+
+
+def decode(kind: type[T], data: bytes, content_type: str = JSON) -> T:
+    """Decode and validate a message; `ValueError` says what is wrong with it."""
+    if PROTOBUF in content_type:
+        decoder = DECODERS.get(kind)
+        if decoder is None:
+            raise ValueError(f"{kind.__name__} has no protobuf form")
+        return cast("T", decoder(data))
+    try:
+        return from_json(kind, data)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"malformed JSON: {error}") from None
+
+
+def decompress(data: bytes, encoding: str | None, limit: int = MAX_BODY) -> bytes:
+    """Undo a Content-Encoding; the size is checked before memory is taken for it."""
+    if not encoding or encoding == "identity":
+        return data
+    if encoding != "zstd":
+        raise ValueError(f"content encoding {encoding!r} is not supported; use zstd or none")
+    try:
+        size = zstd.get_frame_info(data).decompressed_size
+        if size is not None and size > limit:
+            raise ValueError(f"the body would take {size} bytes decompressed; the limit is {limit}")
+        decompressor = zstd.ZstdDecompressor()
+        plain = decompressor.decompress(data, max_length=limit + 1)
+    except zstd.ZstdError as error:
+        raise ValueError(f"malformed zstd body: {error}") from None
+    if len(plain) > limit:
+        raise ValueError(f"the body takes more than {limit} bytes decompressed")
+    if not decompressor.eof:
+        raise ValueError("malformed zstd body: it is truncated")
+    return plain

@@ -1,0 +1,107 @@
+"""The seam between the server and whatever computes: about ten synchronous methods, no HTTP, no SQL.
+
+One worker thread owns an engine and makes every call. Calls either succeed and have their whole effect, or raise and
+have none: `EngineError` with `category="user"` for what a caller did wrong, any other exception for an internal fault.
+This module imports neither torch nor the server, so that a fake, a cluster or an upstream server can stand in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from tinkex.types.inputs import Datum
+from tinkex.types.sampling import SampleRequest, SampleResponse
+from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
+
+
+class EngineError(Exception):
+    """An operation that cannot be done; nothing has changed."""
+
+    def __init__(self, message: str, category: Literal["user", "server"] = "user") -> None:
+        super().__init__(message)
+        self.category = category
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A base model an engine serves."""
+
+    name: str
+    context_length: int
+    vocab_size: int
+    arch: str
+    directory: Path | None = None
+    eos_tokens: frozenset[int] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """What a saved or live adapter is."""
+
+    base_model: str
+    lora: LoraConfig
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDone:
+    """A sampling job that ended: with its samples, or with the reason it failed."""
+
+    job: str
+    result: SampleResponse | Exception
+
+
+class Engine(Protocol):
+    """Computes. Adapters and snapshots are named by the server with strings of its choice."""
+
+    def models(self) -> Sequence[BaseModel]:
+        """The base models on offer."""
+
+    def create(self, adapter: str, base_model: str, lora: LoraConfig) -> None:
+        """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state."""
+
+    def drop(self, adapter: str) -> None:
+        """Forget an adapter; unknown names are ignored."""
+
+    def forward_backward(
+        self,
+        adapter: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float | str],
+        *,
+        backward: bool = True,
+    ) -> ForwardBackwardOutput:
+        """Validate and run a pass; with `backward`, add the gradient of the summed loss to the adapter's buffer."""
+
+    def optim_step(self, adapter: str, params: AdamParams) -> dict[str, float]:
+        """Apply and clear the gradient buffer; returns metrics named `name:reduction`."""
+
+    def save(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
+        """Write PEFT files, and optimizer state beside them, into an existing empty directory."""
+
+    def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
+        """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are dropped."""
+
+    def snapshot(self, adapter: str, sampler: str) -> None:
+        """Freeze an adapter's present weights as a sampler."""
+
+    def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
+        """Make a sampler of saved weights, or of the bare base model when there is no directory."""
+
+    def drop_sampler(self, sampler: str) -> None:
+        """Forget a sampler once its jobs have ended; unknown names are ignored."""
+
+    def sample_start(self, job: str, sampler: str, request: SampleRequest, seed: int) -> None:
+        """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided."""
+
+    def sample_step(self) -> Sequence[SampleDone]:
+        """Advance the jobs by one step (one token each, or one prefill) and return those that ended."""
+
+    def sample_cancel(self, job: str) -> None:
+        """Drop a job without a result; unknown names are ignored."""
+
+    def sampling(self) -> bool:
+        """Whether any job is unfinished."""

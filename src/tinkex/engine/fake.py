@@ -1,0 +1,265 @@
+"""An engine for tests of everything around an engine: deterministic, numpy only, a few microseconds per call.
+
+Its "weights" are eight numbers. Log-probabilities are a hash of token, target and position moved a little by the
+weights, so that training changes them, checkpoints matter, and two runs of the same calls agree to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinkex.engine import BaseModel, EngineError, SampleDone
+from tinkex.types.inputs import Datum
+from tinkex.types.sampling import EMPTY_CELL, SampledSequence, SampleRequest, SampleResponse, TopkLogprobs
+from tinkex.types.tensors import Array, TensorData
+from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
+
+SIZE = 8
+STATE = "fake.json"
+LOSSES = ("cross_entropy", "importance_sampling", "ppo")
+
+
+@dataclass
+class _Adapter:
+    base_model: str
+    lora: LoraConfig
+    weights: Array
+    grad: Array | None = None
+    step: int = 0
+
+
+@dataclass
+class _Job:
+    weights: Array
+    request: SampleRequest
+    seed: int
+    steps: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Stands in for an engine. `fail` is called with each method's name and subject first, and may raise."""
+
+    base_models: Sequence[BaseModel] = (BaseModel("fake", context_length=64, vocab_size=256, arch="fake"),)
+    delay: float = 0.0
+    fail: Callable[[str, str], None] = lambda method, subject: None
+    _adapters: dict[str, _Adapter] = field(default_factory=dict)
+    _samplers: dict[str, Array] = field(default_factory=dict)
+    _jobs: dict[str, _Job] = field(default_factory=dict)
+
+    def models(self) -> Sequence[BaseModel]:
+        """The base models on offer."""
+        return self.base_models
+
+    def create(self, adapter: str, base_model: str, lora: LoraConfig) -> None:
+        """Make a fresh adapter."""
+        self._enter("create", adapter)
+        self._base(base_model)
+        if adapter in self._adapters:
+            raise EngineError(f"there is an adapter {adapter!r} already")
+        self._adapters[adapter] = _Adapter(base_model, lora, np.zeros(SIZE))
+
+    def drop(self, adapter: str) -> None:
+        """Forget an adapter."""
+        self._adapters.pop(adapter, None)
+
+    def forward_backward(
+        self,
+        adapter: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float | str],
+        *,
+        backward: bool = True,
+    ) -> ForwardBackwardOutput:
+        """Make up log-probabilities; the gradient is the weighted count of targets modulo eight."""
+        self._enter("forward_backward", adapter)
+        target = self._adapter(adapter)
+        if loss_fn not in LOSSES:
+            raise EngineError(f"unknown loss {loss_fn!r}; known are {', '.join(LOSSES)}")
+        grad, total, outputs = np.zeros(SIZE), 0.0, []
+        for index, datum in enumerate(data):
+            targets, weights = _arrays(index, datum)
+            logprobs = _logprobs(target.weights, datum.model_input.to_numpy(), targets)
+            np.add.at(grad, targets % SIZE, -weights)
+            total -= float((weights * logprobs).sum())
+            outputs.append({"logprobs": TensorData.from_numpy(logprobs.astype(np.float32))})
+        if backward:
+            target.grad = grad if target.grad is None else target.grad + grad
+        return ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": total})
+
+    def optim_step(self, adapter: str, params: AdamParams) -> dict[str, float]:
+        """Move against the gradient."""
+        self._enter("optim_step", adapter)
+        target = self._adapter(adapter)
+        norm = 0.0
+        if target.grad is not None:
+            norm = float(np.linalg.norm(target.grad))
+            target.weights = target.weights - params.learning_rate * target.grad
+            target.step, target.grad = target.step + 1, None
+        return {"grad_norm:mean": norm, "learning_rate:mean": params.learning_rate}
+
+    def save(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
+        """Write the weights as a small file."""
+        self._enter("save", adapter)
+        saved = self._adapter(adapter)
+        fields = {
+            "base_model": saved.base_model,
+            "rank": saved.lora.rank,
+            "weights": saved.weights.tolist(),
+        }
+        (directory / STATE).write_text(json.dumps(fields | ({"step": saved.step} if optimizer else {})))
+
+    def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
+        """Read what `save` wrote."""
+        self._enter("load", adapter)
+        target, fields = self._adapter(adapter), _read(directory)
+        if fields["rank"] != target.lora.rank:
+            raise EngineError(
+                f"the saved adapter has rank {fields['rank']}, this one has {target.lora.rank}"
+            )
+        if optimizer and "step" not in fields:
+            raise EngineError(f"{directory} has no optimizer state")
+        target.weights, target.grad = np.array(fields["weights"]), None
+        target.step = fields["step"] if optimizer else 0
+
+    def snapshot(self, adapter: str, sampler: str) -> None:
+        """Freeze an adapter's present weights as a sampler."""
+        self._enter("snapshot", adapter)
+        self._samplers[sampler] = self._adapter(adapter).weights
+
+    def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
+        """Make a sampler of saved weights, or of the bare base model."""
+        self._enter("load_sampler", sampler)
+        self._base(base_model)
+        self._samplers[sampler] = (
+            np.zeros(SIZE) if directory is None else np.array(_read(directory)["weights"])
+        )
+
+    def drop_sampler(self, sampler: str) -> None:
+        """Forget a sampler."""
+        self._samplers.pop(sampler, None)
+
+    def sample_start(self, job: str, sampler: str, request: SampleRequest, seed: int) -> None:
+        """Admit a sampling job."""
+        self._enter("sample_start", job)
+        if sampler not in self._samplers:
+            raise EngineError(f"there is no sampler {sampler!r}")
+        length, window = request.prompt.length, min(model.context_length for model in self.base_models)
+        if not 0 < length <= window:
+            raise EngineError(f"prompt: {length} tokens do not fit the context window of {window}")
+        self._jobs[job] = _Job(self._samplers[sampler], request, seed)
+
+    def sample_step(self) -> Sequence[SampleDone]:
+        """Advance every job by one token."""
+        time.sleep(self.delay)
+        done = []
+        for name, job in list(self._jobs.items()):
+            job.steps += 1
+            try:
+                self.fail("sample_step", name)
+                result: SampleResponse | Exception | None = self._finished(job)
+            except Exception as error:
+                result = error
+            if result is not None:
+                del self._jobs[name]
+                done.append(SampleDone(name, result))
+        return done
+
+    def sample_cancel(self, job: str) -> None:
+        """Drop a job."""
+        self._jobs.pop(job, None)
+
+    def sampling(self) -> bool:
+        """Whether any job is unfinished."""
+        return bool(self._jobs)
+
+    def _finished(self, job: _Job) -> SampleResponse | None:
+        request, asked = job.request, job.request.sampling_params.max_tokens
+        limit = 16 if asked is None else asked
+        if job.steps < limit:
+            return None
+        sequences = [_sequence(job, index, limit) for index in range(request.num_samples)]
+        if not (request.prompt_logprobs or request.topk_prompt_logprobs):
+            return SampleResponse(sequences)
+        prompt = request.prompt.to_numpy()
+        logprobs = np.full(prompt.size, np.nan, dtype=np.float32)
+        logprobs[1:] = _logprobs(job.weights, prompt[:-1], prompt[1:])
+        logprobs[: max(1, prompt.size - (request.prompt_logprobs_last_n or prompt.size))] = np.nan
+        k = request.topk_prompt_logprobs
+        return SampleResponse(sequences, logprobs, _topk(prompt, logprobs, k) if k else None)
+
+    def _enter(self, method: str, subject: str) -> None:
+        self.fail(method, subject)
+        time.sleep(self.delay)
+
+    def _base(self, name: str) -> None:
+        names = [model.name for model in self.base_models]
+        if name not in names:
+            raise EngineError(f"there is no base model {name!r}; there are {', '.join(names)}")
+
+    def _adapter(self, name: str) -> _Adapter:
+        if name not in self._adapters:
+            raise EngineError(f"there is no adapter {name!r}")
+        return self._adapters[name]
+
+
+def _hash(*values: Array | int) -> Array:
+    """A number in [0, 1) for each element of the broadcast values."""
+    state = np.zeros(1, dtype=np.uint64)
+    for value in values:
+        state = (state ^ np.atleast_1d(value).astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        state = state ^ (state >> np.uint64(29))
+    return (state >> np.uint64(12)) * 2.0**-52
+
+
+def _logprobs(weights: Array, tokens: Array, targets: Array) -> Array:
+    positions = np.arange(tokens.size).reshape(-1, *[1] * (targets.ndim - 1))
+    base = _hash(positions, tokens.reshape(positions.shape), targets)
+    moved: Array = -(1 + 4 * base) * np.exp(-weights[targets % SIZE])
+    return moved.reshape(targets.shape)
+
+
+def _arrays(index: int, datum: Datum) -> tuple[Array, Array]:
+    if "target_tokens" not in datum.loss_fn_inputs:
+        raise EngineError(f"datum {index}: input 'target_tokens' is missing")
+    targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+    for key, tensor in datum.loss_fn_inputs.items():
+        found, expected = tensor.to_numpy().shape[0], datum.model_input.length
+        if found != expected:
+            raise EngineError(
+                f"datum {index}: {key!r} has length {found} but the model input has length {expected}"
+            )
+    weights = datum.loss_fn_inputs.get("weights", datum.loss_fn_inputs.get("advantages"))
+    return targets, np.ones(targets.shape) if weights is None else weights.to_numpy()
+
+
+def _sequence(job: _Job, index: int, limit: int) -> SampledSequence:
+    prompt = job.request.prompt.to_numpy()
+    numbers = _hash(job.seed % 2**64, index, int(prompt.sum()), np.arange(limit))
+    tokens = (numbers * 100).astype(np.int32) + 100
+    return SampledSequence(
+        "length", tokens_np=tokens, logprobs_np=_logprobs(job.weights, tokens, tokens).astype("f4")
+    )
+
+
+def _topk(prompt: Array, logprobs: Array, k: int) -> TopkLogprobs:
+    ids, values = np.zeros((prompt.size, k), np.int32), np.full((prompt.size, k), EMPTY_CELL, np.float32)
+    known = ~np.isnan(logprobs)
+    ids[known, 0], values[known, 0] = prompt[known], logprobs[known]
+    return TopkLogprobs(ids, values)
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    path = directory / STATE
+    if not path.exists():
+        raise EngineError(f"{directory} has no {STATE}")
+    fields: dict[str, Any] = json.loads(path.read_text())
+    return fields

@@ -1,0 +1,229 @@
+"""LoRA factors: their layout in one flat buffer, their seeded start, and the linear layer that applies them.
+
+    y = x W^T + (32 / r) (x A^T) B^T        A [r, in] seeded, B [out, r] zero, W frozen
+
+All factors of an adapter are views of one flat float32 tensor, and so are their gradients: optimizer steps, clipping
+and copies are single operations. A tensor of weights is never changed in place, only replaced; therefore a snapshot
+is a reference.
+
+Axes: T packed tokens, D inputs, N outputs, R rank (times the projections that share an input, for stacked A).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from tinkex.engine import EngineError
+from tinkex.types.training import LoraConfig
+
+ALPHA = 32
+DEFAULT_SEED = 0
+MAX_RANK = 1024
+GROUPS = {
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "unembed": ("lm_head",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A frozen projection, or several of one input stacked along N; `modules` are their checkpoint names."""
+
+    name: str
+    group: str
+    weight_ND: torch.Tensor
+    bias_N: torch.Tensor | None
+    modules: Sequence[str]
+    sizes: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The factors of one linear layer: A stacked over its modules, one B for each."""
+
+    a_RD: torch.Tensor
+    b_NR: Sequence[torch.Tensor]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Where a backward pass adds the gradients of factors.
+
+    `anchor` is an empty tensor that requires a gradient: through it autograd records layers whose input needs none.
+    """
+
+    factors: Mapping[str, Factors]
+    anchor: torch.Tensor
+
+
+def trained_groups(lora: LoraConfig) -> tuple[str, ...]:
+    """The groups of modules an adapter touches."""
+    flags = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    return tuple(group for group, on in flags.items() if on)
+
+
+class Layout:
+    """Where each factor of an adapter lies in its flat buffer."""
+
+    def __init__(self, linears: Sequence[Linear], lora: LoraConfig) -> None:
+        if not 1 <= lora.rank <= MAX_RANK:
+            raise EngineError(f"LoRA rank must be between 1 and {MAX_RANK}, got {lora.rank}")
+        groups = trained_groups(lora)
+        if not groups:
+            raise EngineError("at least one of train_attn, train_mlp and train_unembed must be true")
+        self.lora = lora
+        self.scale = ALPHA / lora.rank
+        self.linears = [linear for linear in linears if linear.group in groups]
+        self.size = sum(
+            lora.rank * (w.shape[1] * len(x.sizes) + w.shape[0])
+            for x in self.linears
+            for w in [x.weight_ND]
+        )
+
+    @property
+    def modules(self) -> list[str]:
+        """Checkpoint names of the modules touched."""
+        return [module for linear in self.linears for module in linear.modules]
+
+    def factors(self, flat: torch.Tensor) -> dict[str, Factors]:
+        """Views of a flat buffer, by the name of the linear layer."""
+        views, start, rank = {}, 0, self.lora.rank
+
+        def take(rows: int, columns: int) -> torch.Tensor:
+            nonlocal start
+            view = flat[start : start + rows * columns].view(rows, columns)
+            start += rows * columns
+            return view
+
+        for linear in self.linears:
+            a_RD = take(rank * len(linear.sizes), linear.weight_ND.shape[1])
+            views[linear.name] = Factors(a_RD, [take(size, rank) for size in linear.sizes], self.scale)
+        return views
+
+    def tensors(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(`<module>.lora_A` or `<module>.lora_B`, view) for every factor."""
+        views = self.factors(flat)
+        for linear in self.linears:
+            factors = views[linear.name]
+            a_each = torch.split(factors.a_RD, self.lora.rank)
+            for module, a, b in zip(linear.modules, a_each, factors.b_NR, strict=True):
+                yield f"{module}.lora_A", a
+                yield f"{module}.lora_B", b
+
+    def initial(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Fresh weights: A uniform in ±1/sqrt(in), as peft draws it, B zero.
+
+        Each module has its own stream, so that what it starts from depends on the seed and its name alone.
+        """
+        seed = DEFAULT_SEED if self.lora.seed is None else self.lora.seed
+        flat = torch.zeros(self.size, dtype=torch.float32)
+        for name, view in self.tensors(flat):
+            if name.endswith("lora_A"):
+                bound = 1 / math.sqrt(view.shape[1])
+                view.uniform_(-bound, bound, generator=_stream(seed, name))
+        return flat.to(device=device, dtype=dtype)
+
+
+def _stream(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def lora_linear(
+    x_TD: torch.Tensor, linear: Linear, factors: Factors | None, gradients: Gradients | None
+) -> torch.Tensor:
+    """A linear layer, with the adapter's share added and its gradients collected when wanted."""
+    if factors is None:
+        return F.linear(x_TD, linear.weight_ND, linear.bias_N)
+    if gradients is None:
+        return _forward(x_TD, linear, factors)[0]
+    into = gradients.factors[linear.name]
+    y_TN: torch.Tensor = _LoraLinear.apply(x_TD, gradients.anchor, linear, factors, into)  # type: ignore[no-untyped-call]
+    return y_TN
+
+
+def _forward(x_TD: torch.Tensor, linear: Linear, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
+    y_TN = F.linear(x_TD, linear.weight_ND, linear.bias_N)
+    low_TR = F.linear(x_TD, factors.a_RD)
+    for y, low, b in zip(_parts(y_TN, linear), _each(low_TR, linear), factors.b_NR, strict=True):
+        y.addmm_(low, b.t(), alpha=factors.scale)
+    return y_TN, low_TR
+
+
+def _parts(y_TN: torch.Tensor, linear: Linear) -> Sequence[torch.Tensor]:
+    return [y_TN] if len(linear.sizes) == 1 else torch.split(y_TN, linear.sizes, dim=1)
+
+
+def _each(low_TR: torch.Tensor, linear: Linear) -> Sequence[torch.Tensor]:
+    return low_TR.chunk(len(linear.sizes), dim=1)
+
+
+class _LoraLinear(torch.autograd.Function):
+    """Forward and backward by hand: W gets no gradient, A and B add theirs to the buffer, x gets one if it needs it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, linear: Linear, factors: Factors, into: Factors
+    ) -> torch.Tensor:
+        y_TN, low_TR = _forward(x, linear, factors)
+        ctx.save_for_backward(x, low_TR)
+        ctx.linear, ctx.factors, ctx.into = linear, factors, into
+        return y_TN
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x_TD, low_TR = ctx.saved_tensors
+        dlow_TR = _factor_gradients(grads[0], x_TD, low_TR, ctx.linear, ctx.factors, ctx.into)
+        dx = (
+            _input_gradient(grads[0], dlow_TR, ctx.linear, ctx.factors) if ctx.needs_input_grad[0] else None
+        )
+        return dx, None, None, None, None
+
+
+def lora_backward(
+    dy_TN: torch.Tensor,
+    x_TD: torch.Tensor,
+    low_TR: torch.Tensor,
+    linear: Linear,
+    factors: Factors,
+    into: Factors,
+) -> torch.Tensor:
+    """Add the gradients of A and B to `into`; returns the gradient of x."""
+    return _input_gradient(
+        dy_TN, _factor_gradients(dy_TN, x_TD, low_TR, linear, factors, into), linear, factors
+    )
+
+
+def _factor_gradients(
+    dy_TN: torch.Tensor,
+    x_TD: torch.Tensor,
+    low_TR: torch.Tensor,
+    linear: Linear,
+    factors: Factors,
+    into: Factors,
+) -> torch.Tensor:
+    """Add the gradients of A and B to `into`; returns the gradient of x A^T."""
+    dlows = []
+    for dy, low, b, db in zip(
+        _parts(dy_TN, linear), _each(low_TR, linear), factors.b_NR, into.b_NR, strict=True
+    ):
+        db.add_(dy.t() @ low, alpha=factors.scale)
+        dlows.append(dy @ b)
+    dlow_TR = (dlows[0] if len(dlows) == 1 else torch.cat(dlows, dim=1)).mul_(factors.scale)
+    into.a_RD.add_(dlow_TR.t() @ x_TD)
+    return dlow_TR
+
+
+def _input_gradient(
+    dy_TN: torch.Tensor, dlow_TR: torch.Tensor, linear: Linear, factors: Factors
+) -> torch.Tensor:
+    return (dy_TN @ linear.weight_ND).addmm_(dlow_TR, factors.a_RD)

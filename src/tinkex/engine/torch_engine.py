@@ -1,0 +1,201 @@
+"""The engine on PyTorch: base models loaded when first used, adapters and samplers beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tinkex.engine import BaseModel, EngineError, SampleDone
+from tinkex.engine.decoder import BARE, Decoder, DecoderConfig, Lora
+from tinkex.engine.lora import Layout
+from tinkex.engine.sampler import Job, Sampler, Source
+from tinkex.engine.trainer import Adapter, run_pass
+from tinkex.engine.weights import (
+    eos_tokens,
+    load_adapter,
+    load_decoder,
+    read_lora_config,
+    resolve,
+    save_adapter,
+)
+from tinkex.types.inputs import Datum
+from tinkex.types.sampling import SampleRequest
+from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MICRO_BATCH_TOKENS = 8192
+
+
+@dataclass
+class _Base:
+    """A base model on offer; its weights are read when first needed."""
+
+    name: str
+    directory: Path
+    dtype: torch.dtype
+    device: torch.device
+    about: BaseModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = DecoderConfig.read(self.directory)
+        self.about = BaseModel(
+            name=self.name,
+            context_length=config.context,
+            vocab_size=config.vocab,
+            arch=config.arch,
+            directory=self.directory,
+            eos_tokens=eos_tokens(self.directory),
+        )
+
+    @cached_property
+    def model(self) -> Decoder:
+        return load_decoder(self.directory, self.dtype, self.device)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        path = self.directory / "tokenizer.json"
+        if not path.exists():
+            raise EngineError(
+                f"stop strings need a tokenizer, and {self.name} has no tokenizer.json; stop at token ids"
+            )
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(path))
+
+    def source(self, lora: Lora) -> Source:
+        return Source(self.model, lora, self.about.eos_tokens, lambda: self.tokenizer)
+
+
+class TorchEngine:
+    """Trains and samples LoRA adapters on base models, given by name as directories or hub ids.
+
+    Weights are float32 on a CPU and bfloat16 on an accelerator unless `dtype` says otherwise; LoRA factors and
+    optimizer state are float32 at least. `threads` is fixed at the start: on a CPU it decides the last bits of results.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Path | str],
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        threads: int | None = None,
+        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+        eager: bool = False,
+    ) -> None:
+        torch.set_num_threads(threads or torch.get_num_threads())
+        where = torch.device(device)
+        dtype = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
+        self._bases = {name: _Base(name, resolve(source), dtype, where) for name, source in models.items()}
+        self._micro_batch_tokens = micro_batch_tokens
+        self._adapters: dict[str, Adapter] = {}
+        self._samplers: dict[str, Source] = {}
+        self._sampler = Sampler()
+        if eager:
+            for base in self._bases.values():
+                base.model  # noqa: B018
+
+    def models(self) -> Sequence[BaseModel]:
+        """The base models on offer."""
+        return [base.about for base in self._bases.values()]
+
+    def create(self, adapter: str, base_model: str, lora: LoraConfig) -> None:
+        """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state."""
+        if adapter in self._adapters:
+            raise EngineError(f"there is an adapter {adapter!r} already")
+        self._adapters[adapter] = Adapter(base_model, self._base(base_model).model, lora)
+
+    def drop(self, adapter: str) -> None:
+        """Forget an adapter; unknown names are ignored."""
+        self._adapters.pop(adapter, None)
+
+    def forward_backward(
+        self,
+        adapter: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float | str],
+        *,
+        backward: bool = True,
+    ) -> ForwardBackwardOutput:
+        """Validate and run a pass; with `backward`, add the gradient of the summed loss to the adapter's buffer."""
+        return run_pass(
+            self._adapter(adapter),
+            data,
+            loss_fn,
+            config,
+            backward=backward,
+            micro_batch_tokens=self._micro_batch_tokens,
+        )
+
+    def optim_step(self, adapter: str, params: AdamParams) -> dict[str, float]:
+        """Apply and clear the gradient buffer; returns metrics named `name:reduction`."""
+        return self._adapter(adapter).step(params)
+
+    def save(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
+        """Write PEFT files, and optimizer state beside them, into an existing empty directory."""
+        saved = self._adapter(adapter)
+        save_adapter(directory, saved.base_model, saved.layout, saved.state, optimizer=optimizer)
+
+    def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
+        """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are dropped."""
+        target = self._adapter(adapter)
+        target.state = load_adapter(directory, target.layout, target.state.weights, optimizer=optimizer)
+        target.grad = None
+
+    def snapshot(self, adapter: str, sampler: str) -> None:
+        """Freeze an adapter's present weights as a sampler."""
+        frozen = self._adapter(adapter)
+        self._samplers[sampler] = self._base(frozen.base_model).source(Lora(frozen.factors()))
+
+    def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
+        """Make a sampler of saved weights, or of the bare base model when there is no directory."""
+        base = self._base(base_model)
+        lora = BARE
+        if directory is not None:
+            layout = Layout(base.model.linears(), read_lora_config(directory))
+            state = load_adapter(directory, layout, base.model.embed_VD, optimizer=False)
+            lora = Lora(layout.factors(state.weights))
+        self._samplers[sampler] = base.source(lora)
+
+    def drop_sampler(self, sampler: str) -> None:
+        """Forget a sampler; jobs that are under way hold its weights until they end."""
+        self._samplers.pop(sampler, None)
+
+    def sample_start(self, job: str, sampler: str, request: SampleRequest, seed: int) -> None:
+        """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided."""
+        source = self._samplers.get(sampler)
+        if source is None:
+            raise EngineError(f"there is no sampler {sampler!r}")
+        self._sampler.start(job, Job(source, request, seed))
+
+    def sample_step(self) -> Sequence[SampleDone]:
+        """Advance the jobs by one step (one token each, or one prefill) and return those that ended."""
+        return self._sampler.step()
+
+    def sample_cancel(self, job: str) -> None:
+        """Drop a job without a result; unknown names are ignored."""
+        self._sampler.cancel(job)
+
+    def sampling(self) -> bool:
+        """Whether any job is unfinished."""
+        return self._sampler.busy()
+
+    def _base(self, name: str) -> _Base:
+        if name not in self._bases:
+            raise EngineError(
+                f"there is no base model {name!r}; there are {', '.join(self._bases) or 'none'}"
+            )
+        return self._bases[name]
+
+    def _adapter(self, name: str) -> Adapter:
+        if name not in self._adapters:
+            raise EngineError(f"there is no adapter {name!r}")
+        return self._adapters[name]

@@ -1,0 +1,300 @@
+"""Files: base checkpoints in Hugging Face layout, adapters in PEFT layout, optimizer state beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tinkex.engine import EngineError
+from tinkex.engine.decoder import Decoder, DecoderConfig, Layer, inverse_frequencies
+from tinkex.engine.lora import ALPHA, GROUPS, Layout, Linear
+from tinkex.engine.optim import AdamState
+from tinkex.types.training import LoraConfig
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+PREFIX = "base_model.model."
+CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def resolve(source: str | Path) -> Path:
+    """The directory of a checkpoint given as a directory or a hub id; the offline cache is asked first."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if isinstance(source, Path) or source.count("/") != 1 or source.startswith((".", "/", "~")):
+        raise EngineError(
+            f"{source} is not a directory; give a checkpoint directory or a hub id such as Qwen/Qwen3-0.6B"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, local_files_only=True, allow_patterns=CHECKPOINT_FILES))
+    except LocalEntryNotFoundError:
+        if HF_HUB_OFFLINE:
+            raise EngineError(
+                f"{source} is not in the Hugging Face cache and HF_HUB_OFFLINE is set; "
+                "download it first (hf download) or give a directory"
+            ) from None
+    try:
+        return Path(snapshot_download(source, allow_patterns=CHECKPOINT_FILES))
+    except Exception as error:
+        raise EngineError(
+            f"{source} is neither a directory nor a model that can be downloaded: {error}"
+        ) from error
+
+
+def eos_tokens(directory: Path) -> frozenset[int]:
+    """The end-of-text tokens that `generation_config.json` and `config.json` name."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)
+
+
+class _Tensors:
+    """The tensors of a checkpoint, single or sharded, read one by one from memory-mapped files."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        paths = sorted(directory.glob("model*.safetensors"))
+        if not paths:
+            raise EngineError(
+                f"{directory} has no model*.safetensors; only safetensors checkpoints are read"
+            )
+        self._directory = directory
+        self._where: dict[str, Any] = {}
+        for path in paths:
+            try:
+                opened = stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise EngineError(f"{path} cannot be read: {error}") from None
+            self._where |= dict.fromkeys(opened.keys(), opened)
+        self._check_index()
+        self._unread = {name for name in self._where if not name.endswith("rotary_emb.inv_freq")}
+
+    def _check_index(self) -> None:
+        index = self._directory / "model.safetensors.index.json"
+        if index.exists() and (
+            lost := json.loads(index.read_text())["weight_map"].keys() - self._where.keys()
+        ):
+            raise EngineError(
+                f"{self._directory} lacks the shards of {len(lost)} tensors, such as {min(lost)}"
+            )
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor, which must have this shape."""
+        if name not in self._where:
+            raise EngineError(f"{self._directory} has no tensor {name}, which its config.json calls for")
+        self._unread.discard(name)
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise EngineError(
+                f"{self._directory}: {name} has shape {list(tensor.shape)}, expected {list(shape)}"
+            )
+        return tensor
+
+    def finish(self, ignored: Iterable[str]) -> None:
+        """Every tensor must have been read: one left over means another architecture."""
+        if left := self._unread - set(ignored):
+            raise EngineError(
+                f"{self._directory} has {len(left)} tensors the decoder has no place for, such as {min(left)}"
+            )
+
+
+def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Read a base model."""
+    config = DecoderConfig.read(directory)
+    with ExitStack() as stack:
+        tensors = _Tensors(directory, stack)
+
+        def get(name: str, *shape: int) -> torch.Tensor:
+            return tensors.read(name, shape).to(device=device, dtype=dtype)
+
+        layers = [_layer(config, f"model.layers.{index}.", get) for index in range(config.layers)]
+        embed = get("model.embed_tokens.weight", config.vocab, config.hidden)
+        head = embed if config.tied else get("lm_head.weight", config.vocab, config.hidden)
+        decoder = Decoder(
+            config=config,
+            embed_VD=embed,
+            layers=layers,
+            norm_D=get("model.norm.weight", config.hidden),
+            head=Linear("lm_head", "unembed", head, None, ["lm_head"], [config.vocab]),
+            frequencies=inverse_frequencies(config).to(device),
+        )
+        tensors.finish(["lm_head.weight"] if config.tied else [])
+    return decoder
+
+
+def _layer(config: DecoderConfig, prefix: str, get: Callable[..., torch.Tensor]) -> Layer:
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+
+    def linear(name: str, group: str, inputs: int, bias: bool, **outputs: int) -> Linear:
+        modules = [f"{prefix}{'self_attn' if group == 'attn' else 'mlp'}.{module}" for module in outputs]
+        sizes = list(outputs.values())
+        parts = [get(f"{module}.weight", size, inputs) for module, size in zip(modules, sizes, strict=True)]
+        biases = (
+            [get(f"{module}.bias", size) for module, size in zip(modules, sizes, strict=True)]
+            if bias
+            else []
+        )
+        return Linear(
+            prefix + name, group, torch.cat(parts), torch.cat(biases) if bias else None, modules, sizes
+        )
+
+    def head_norm(name: str) -> torch.Tensor | None:
+        return get(f"{prefix}self_attn.{name}.weight", config.head_dim) if config.qk_norm else None
+
+    hidden, mlp = config.hidden, config.mlp
+    return Layer(
+        input_norm_D=get(prefix + "input_layernorm.weight", hidden),
+        qkv=linear("qkv", "attn", hidden, config.qkv_bias, q_proj=query, k_proj=key, v_proj=key),
+        o=linear("o", "attn", query, config.o_bias, o_proj=hidden),
+        mlp_norm_D=get(prefix + "post_attention_layernorm.weight", hidden),
+        gate_up=linear("gate_up", "mlp", hidden, config.mlp_bias, gate_proj=mlp, up_proj=mlp),
+        down=linear("down", "mlp", mlp, config.mlp_bias, down_proj=hidden),
+        q_norm_C=head_norm("q_norm"),
+        k_norm_C=head_norm("k_norm"),
+    )
+
+
+def save_adapter(
+    directory: Path, base_model: str, layout: Layout, state: AdamState, *, optimizer: bool
+) -> None:
+    """Write PEFT files, and optimizer state beside them, durably."""
+    config = _peft_config(base_model, layout)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    _write(directory / ADAPTER_WEIGHTS, _named(layout, state.weights, PREFIX), {"format": "pt"})
+    names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+    if optimizer:
+        moments = _named(layout, state.exp_avg, "exp_avg.") | _named(
+            layout, state.exp_avg_sq, "exp_avg_sq."
+        )
+        _write(directory / OPTIMIZER, moments, {"format": "pt", "step": str(state.step)})
+        names.append(OPTIMIZER)
+    for path in [*(directory / name for name in names), directory]:
+        _sync(path)
+
+
+def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": layout.lora.rank,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({module.rsplit(".", 1)[-1] for module in layout.modules}),
+        "modules_to_save": None,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_dora": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+
+
+def _named(layout: Layout, flat: torch.Tensor, prefix: str) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}.weight": view for name, view in layout.tensors(flat.to("cpu", torch.float32))}
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata=metadata)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_lora_config(directory: Path) -> LoraConfig:
+    """The shape of a saved adapter; what this engine would compute differently is refused."""
+    path = directory / ADAPTER_CONFIG
+    try:
+        fields = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise EngineError(f"{directory} has no {ADAPTER_CONFIG}: not a PEFT adapter") from None
+    except json.JSONDecodeError as error:
+        raise EngineError(f"{path} is not valid JSON: {error}") from None
+    for name, expected in {
+        "lora_alpha": ALPHA,
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+    }.items():
+        if fields.get(name, expected) != expected:
+            raise EngineError(f"{path}: {name} is {fields[name]!r}; only {expected!r} is supported")
+    modules = set(fields.get("target_modules") or [])
+    groups = {group for group, members in GROUPS.items() if modules & set(members)}
+    missing = {name for group in groups for name in GROUPS[group]} ^ modules
+    if missing or not groups:
+        raise EngineError(f"{path}: target_modules {sorted(modules)} are not whole groups of {GROUPS}")
+    flags = {f"train_{group}": group in groups for group in GROUPS}
+    return LoraConfig(rank=int(fields["r"]), **flags)
+
+
+def load_adapter(directory: Path, layout: Layout, like: torch.Tensor, *, optimizer: bool) -> AdamState:
+    """Read a saved adapter for a layout, and its optimizer state; what differs is an error."""
+    saved = read_lora_config(directory)
+    for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
+        ours, theirs = getattr(layout.lora, name), getattr(saved, name)
+        if ours != theirs:
+            raise EngineError(f"the adapter saved in {directory} has {name} {theirs}, this one has {ours}")
+    weights, _ = _read_flat(directory / ADAPTER_WEIGHTS, layout, like, [PREFIX])
+    if not optimizer:
+        return AdamState.fresh(weights[0])
+    (exp_avg, exp_avg_sq), metadata = _read_flat(
+        directory / OPTIMIZER, layout, like, ["exp_avg.", "exp_avg_sq."]
+    )
+    return AdamState(weights[0], exp_avg, exp_avg_sq, int(metadata["step"]))
+
+
+def _read_flat(
+    path: Path, layout: Layout, like: torch.Tensor, prefixes: list[str]
+) -> tuple[list[torch.Tensor], dict[str, str]]:
+    """Flat buffers, one per prefix, from a file that holds exactly these tensors."""
+    if not path.exists():
+        raise EngineError(f"{path.parent} has no {path.name}")
+    flats = [torch.empty(layout.size, dtype=like.dtype) for _ in prefixes]
+    views = {
+        name: view
+        for p, flat in zip(prefixes, flats, strict=True)
+        for name, view in _views(layout, flat, p)
+    }
+    try:
+        with safe_open(path, framework="pt") as opened:
+            if differing := views.keys() ^ set(opened.keys()):
+                raise EngineError(f"{path} does not fit: {min(differing)} is on one side only")
+            for name, view in views.items():
+                tensor = opened.get_tensor(name)
+                if tensor.shape != view.shape:
+                    raise EngineError(
+                        f"{path}: {name} has shape {list(tensor.shape)}, expected {list(view.shape)}"
+                    )
+                view.copy_(tensor)
+            metadata = dict(opened.metadata() or {})
+    except SafetensorError as error:
+        raise EngineError(f"{path} cannot be read: {error}") from None
+    if not all(bool(torch.isfinite(flat).all()) for flat in flats):
+        raise EngineError(f"{path} holds NaN or infinity")
+    return [flat.to(like.device) for flat in flats], metadata
+
+
+def _views(layout: Layout, flat: torch.Tensor, prefix: str) -> Iterable[tuple[str, torch.Tensor]]:
+    return ((f"{prefix}{name}.weight", view) for name, view in layout.tensors(flat))

@@ -1,0 +1,224 @@
+"""Futures: what every call returns, how a result is fetched, and how the results of several chunks become one."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+import warnings
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from tinkex import codec
+from tinkex.errors import APIConnectionError, APIStatusError, RequestFailedError
+from tinkex.protocol import RETRIEVE_FUTURE, Operation
+from tinkex.runtime import Runtime, runtime
+from tinkex.transport import OFF_LOOP_BYTES, Reply, Transport, backoff
+from tinkex.types.sessions import FutureRetrieveRequest, RequestErrorCategory
+from tinkex.types.training import ForwardBackwardOutput
+
+T = TypeVar("T")
+logger = logging.getLogger("tinkex")
+
+POLL_TIMEOUT = 45.0
+HELD = 1.0
+"""A 408 that the server held for this long is a long poll that ran out: poll again at once."""
+
+
+class Future(concurrent.futures.Future[T], Generic[T]):
+    """The outcome of a call that has already begun.
+
+    `await` it in any event loop, or call `.result(timeout)` in any thread. A timeout, or a cancelled waiter, never
+    cancels the work; `cancel()` does. It is a `concurrent.futures.Future`, so `wait` and `as_completed` take it too.
+
+    Example:
+        >>> loss = client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]  # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._runtime: Runtime | None = None
+
+    def result(self, timeout: float | None = None) -> T:
+        """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work running."""
+        self._check_thread()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Block until the outcome is there and return its error, if it is one."""
+        self._check_thread()
+        return super().exception(timeout)
+
+    def cancel(self) -> bool:
+        """Give the work up; False when it has already ended."""
+        if self.cancelled():
+            return True
+        if not super().cancel():
+            return False
+        self.set_running_or_notify_cancel()
+        return True
+
+    def _check_thread(self) -> None:
+        if self.done():
+            return
+        if self._runtime is not None and self._runtime.is_current:
+            raise RuntimeError("result() would block tinkex's own event loop for ever: await the future instead")
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        warnings.warn(
+            "result() blocks the running event loop; await the future instead", RuntimeWarning, stacklevel=3
+        )
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        loop = asyncio.get_running_loop()
+        woken = loop.create_future()
+
+        def wake(_: object) -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        self.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(wake, None))
+        await woken
+        return super().result(0)
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        """Await the outcome; `TimeoutError` after `timeout` seconds leaves the work running."""
+        async with asyncio.timeout(timeout):
+            return await self
+
+    def future(self) -> concurrent.futures.Future[T]:
+        """This future, as the plain concurrent one that it is."""
+        return self
+
+
+def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run a coroutine on the runtime; the future is its outcome."""
+    future: Future[T] = Future()
+    future._runtime = runtime()
+    future._runtime.feed(coroutine, future)
+    return future
+
+
+async def retrieve(transport: Transport, op: Operation, request_id: str, submitted: float) -> Any:
+    """Poll until an operation has ended: its result, or RequestFailedError when it failed."""
+    wants_protobuf = op.result is not None and codec.has_protobuf(op.result)
+    headers = {
+        "Accept": codec.PROTOBUF if wants_protobuf else codec.JSON,
+        "X-Tinker-Request-Type": op.request_type,
+    }
+    iteration = failures = 0
+    metadata_only, failing_since = True, 0.0
+    while True:
+        sent = time.monotonic()
+        extra = {"X-Tinker-Request-Iteration": str(iteration)}
+        if iteration == 0:
+            extra["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{sent - submitted:.6f}"
+        iteration += 1
+        request = FutureRetrieveRequest(request_id=request_id, allow_metadata_only=metadata_only)
+        problem: APIConnectionError | APIStatusError
+        try:
+            reply = await transport.poll(RETRIEVE_FUTURE, request, headers | extra, POLL_TIMEOUT)
+        except APIConnectionError as error:
+            problem = error
+        else:
+            if reply.status == 408 and time.monotonic() - sent >= HELD:
+                failures = 0
+                continue
+            if reply.status < 300:
+                answer = await _read(transport, op, reply, request_id)
+                if answer is not METADATA and answer is not PENDING:
+                    return answer
+                metadata_only = metadata_only and answer is not METADATA
+                if answer is METADATA or time.monotonic() - sent >= HELD:
+                    continue
+            problem = transport.refusal(op, reply)
+            if not (reply.status < 300 or reply.status in (408, 429) or reply.status >= 500):
+                problem.request_id = request_id
+                raise problem
+        failures += 1
+        failing_since = sent if failures == 1 else failing_since
+        pending = isinstance(problem, APIStatusError) and problem.status_code in (200, 408)
+        if not pending and time.monotonic() - failing_since > transport.config.patience:
+            problem.request_id, problem.attempts = request_id, failures
+            raise problem
+        if failures == 2 and not pending:
+            logger.warning("waiting for %s: %s; still trying", request_id, problem.message)
+        await asyncio.sleep(backoff(failures, getattr(problem, "retry_after", None), first=0.05 if pending else 0.5))
+
+
+METADATA = object()
+PENDING = object()
+
+
+async def _read(transport: Transport, op: Operation, reply: Reply, request_id: str) -> Any:
+    """A result, or METADATA / PENDING for the two answers that ask to poll again."""
+    assert op.result is not None
+    if codec.PROTOBUF not in reply.content_type:
+        try:
+            # Only the small answers are JSON when protobuf was asked for; a peek at the keys is cheap either way.
+            envelope = msgspec.json.decode(reply.body)
+        except msgspec.DecodeError:
+            envelope = None
+        if isinstance(envelope, dict):
+            if "error" in envelope:
+                raise _failure(envelope, request_id, op)
+            if envelope.get("type") == "try_again":
+                return PENDING
+            if envelope.get("status") == "complete_metadata":
+                return METADATA
+    if len(reply.body) > OFF_LOOP_BYTES:
+        return await asyncio.to_thread(transport.decode, op, op.result, reply)
+    return transport.decode(op, op.result, reply)
+
+
+def _failure(envelope: Mapping[str, Any], request_id: str, op: Operation) -> RequestFailedError:
+    try:
+        category = RequestErrorCategory(str(envelope.get("category", "unknown")).lower())
+    except ValueError:
+        category = RequestErrorCategory.Unknown
+    return RequestFailedError(
+        f"{op.name} failed ({category.value} error): {envelope['error']}", request_id=request_id, category=category
+    )
+
+
+# ── several chunks, one result ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    total = sum(weights)
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / total if total else 0.0
+
+
+REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
+    "mean": _weighted_mean,
+    "sum": lambda values, _: sum(values),
+    "min": lambda values, _: min(values),
+    "max": lambda values, _: max(values),
+    "slack": lambda values, weights: max(values) - _weighted_mean(values, weights),
+    "hash2": lambda values, _: float(sum(int(v) for v in values) % 2**64),
+}
+
+
+def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+    """Join the results of one call's chunks: outputs in order, metrics by the reduction their names end in."""
+    if len(outputs) == 1:
+        return outputs[0]
+    weights = [len(output.loss_fn_outputs) for output in outputs]
+    metrics: dict[str, float] = {}
+    for key in outputs[0].metrics:
+        values = [output.metrics[key] for output in outputs if key in output.metrics]
+        reduction = key.rpartition(":")[2]
+        if reduction == "unique":
+            metrics |= {key if i == 0 else f"{key}_{i}": value for i, value in enumerate(values)}
+        elif reduction in REDUCTIONS and len(values) == len(outputs):
+            metrics[key] = REDUCTIONS[reduction](values, weights)
+    joined = [item for output in outputs for item in output.loss_fn_outputs]
+    return ForwardBackwardOutput(outputs[0].loss_fn_output_type, joined, metrics)

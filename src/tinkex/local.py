@@ -1,0 +1,297 @@
+"""The embedded backend: the server's application mounted as the client's transport. The only file that knows both.
+
+`ServiceClient(base_url="local")` shares one backend per process, made on first use and let go with the last client.
+`LocalBackend` makes one of your own: other models, another data directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tinkex.config import LOCAL
+from tinkex.errors import ConfigurationError
+from tinkex.futures import start
+from tinkex.tokenizers import BUNDLED
+from tinkex.transport import Exchange, Reply
+
+if TYPE_CHECKING:
+    from tinkex.engine import Engine
+
+DEFAULT_MODEL = "tinkex/tiny"
+
+
+def default_data_dir() -> Path:
+    """Where an embedded backend keeps its files: TINKEX_DATA_DIR, else the user's data directory."""
+    if path := os.environ.get("TINKEX_DATA_DIR"):
+        return Path(path).expanduser()
+    from platformdirs import user_data_path
+
+    return user_data_path("tinkex")
+
+
+def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
+    """Directories by model name; a name without one is bundled or looked up on the hub (cache first)."""
+    if not models:
+        return {DEFAULT_MODEL: BUNDLED[DEFAULT_MODEL]}
+    from tinkex.engine.weights import resolve
+
+    resolved = {}
+    for name, place in models.items():
+        resolved[name] = BUNDLED[name] if not place and name in BUNDLED else resolve(str(place or name))
+    return resolved
+
+
+def make_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
+    """A torch engine over these models; each is loaded when first used."""
+    try:
+        from tinkex.engine.torch_engine import TorchEngine
+    except ImportError as error:
+        raise ConfigurationError(
+            f"running models on this machine needs more packages: {error}", hint="pip install 'tinkex[local]'"
+        ) from error
+    return TorchEngine(resolve_models(models))
+
+
+def publish_tokenizers(engine: Engine) -> None:
+    """Put the models' tokenizers into the hub's cache, unless TINKEX_HUB_CACHE is 0."""
+    from tinkex.server.hub_cache import publish_tokenizer
+
+    if os.environ.get("TINKEX_HUB_CACHE", "1") != "0":
+        for model in engine.models():
+            if model.directory is not None:
+                publish_tokenizer(model.name, model.directory)
+
+
+class AsgiExchange:
+    """Exchanges straight into an ASGI application on the running loop: no port, no copy of the code path."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._lifespan: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+
+    async def open(self) -> None:
+        """Run the application's start-up; its failure is raised here."""
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lifespan = asyncio.create_task(self._live(started))
+        await started
+
+    async def _live(self, started: asyncio.Future[None]) -> None:
+        begun = False
+
+        async def receive() -> dict[str, Any]:
+            nonlocal begun
+            if not begun:
+                begun = True
+                return {"type": "lifespan.startup"}
+            await self._stop.wait()
+            return {"type": "lifespan.shutdown"}
+
+        async def send(message: dict[str, Any]) -> None:
+            if started.done():
+                return
+            if message["type"] == "lifespan.startup.complete":
+                started.set_result(None)
+            elif message["type"] == "lifespan.startup.failed":
+                started.set_exception(RuntimeError(message.get("message") or "the embedded server did not start"))
+
+        await self._app({"type": "lifespan", "asgi": {"version": "3.0"}}, receive, send)
+
+    async def send(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+    ) -> Reply:
+        """Call the application; a cancelled or timed-out caller is reported to it as a disconnect."""
+        if self._stop.is_set():
+            raise ConnectionError("the embedded backend is closed")
+        request = _AsgiRequest(method, path, headers, body)
+        running = asyncio.create_task(self._app(request.scope, request.receive, request.send))
+        try:
+            async with asyncio.timeout(timeout):
+                await asyncio.wait({running, asyncio.ensure_future(request.complete.wait())}, return_when="FIRST_COMPLETED")
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {timeout:g} s") from None
+        finally:
+            request.disconnected.set()
+            if not request.complete.is_set():
+                running.cancel()
+        if not request.complete.is_set():
+            running.result()  # the application's own error
+            raise ConnectionError("the embedded server gave no answer")
+        return Reply(request.status, request.headers, b"".join(request.chunks))
+
+    async def close(self) -> None:
+        """Run the application's shutdown."""
+        self._stop.set()
+        if self._lifespan is not None:
+            await self._lifespan
+
+
+class _AsgiRequest:
+    """One request as ASGI sees it."""
+
+    def __init__(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None) -> None:
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+            "client": ("127.0.0.1", 0),
+            "server": (LOCAL, 80),
+        }
+        self._body: bytes | None = body or b""
+        self.disconnected, self.complete = asyncio.Event(), asyncio.Event()
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.chunks: list[bytes] = []
+
+    async def receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {name.decode().lower(): value.decode() for name, value in message.get("headers", ())}
+        elif message["type"] == "http.response.body":
+            self.chunks.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                self.complete.set()
+
+
+class LocalBackend:
+    """A server and engine inside this process.
+
+    Args:
+        models: Directories (or hub ids) by model name; the bundled model by default.
+        data_dir: Where checkpoints and facts are kept.
+        engine: An engine of your own, instead of models.
+
+    Example:
+        >>> with LocalBackend(data_dir="/tmp/tinkex") as backend:  # doctest: +SKIP
+        ...     service = ServiceClient(base_url=backend.base_url)
+    """
+
+    _numbers = itertools.count(1)
+
+    def __init__(
+        self,
+        models: Mapping[str, str | Path] | None = None,
+        *,
+        data_dir: str | Path | None = None,
+        engine: Engine | None = None,
+        **app_options: Any,
+    ) -> None:
+        self._models = models
+        self._engine = engine
+        self._options = app_options
+        self.data_dir = Path(data_dir) if data_dir is not None else default_data_dir()
+        self.base_url = f"{LOCAL}:{next(self._numbers)}"
+        self._exchange: AsgiExchange | None = None
+        self._opening = asyncio.Lock()
+        self._users = 0
+        _named[self.base_url] = self
+
+    async def exchange(self) -> AsgiExchange:
+        """The running application, started by whoever asks first."""
+        async with self._opening:
+            if self._exchange is None:
+                app = await asyncio.to_thread(self._build)
+                exchange = AsgiExchange(app)
+                await exchange.open()
+                self._exchange = exchange
+            return self._exchange
+
+    def _build(self) -> Any:
+        from tinkex.server.app import create_app
+
+        engine = self._engine or make_engine(self._models)
+        publish_tokenizers(engine)
+        return create_app(engine, self.data_dir, **self._options)
+
+    async def aclose(self) -> None:
+        """Stop; what was saved stays."""
+        _named.pop(self.base_url, None)
+        if self._exchange is not None:
+            exchange, self._exchange = self._exchange, None
+            await exchange.close()
+
+    def close(self) -> None:
+        """Stop; what was saved stays."""
+        start(self.aclose()).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Lease:
+    """One client's hold on a backend; a shared backend closes with its last lease."""
+
+    def __init__(self, backend: LocalBackend, *, shared: bool) -> None:
+        self._backend = backend
+        self._shared = shared
+        self._closed = False
+
+    async def send(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+    ) -> Reply:
+        exchange = await self._backend.exchange()
+        return await exchange.send(method, path, headers, body, timeout)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._shared and _release(self._backend):
+            with contextlib.suppress(Exception):
+                await self._backend.aclose()
+
+
+_lock = threading.Lock()
+_named: dict[str, LocalBackend] = {}
+_shared: dict[Path, LocalBackend] = {}
+
+
+def _release(backend: LocalBackend) -> bool:
+    with _lock:
+        backend._users -= 1
+        if backend._users:
+            return False
+        _shared.pop(backend.data_dir, None)
+        return True
+
+
+def open_exchange(base_url: str) -> Exchange:
+    """The hook the transport calls for an embedded base URL."""
+    if base_url != LOCAL:
+        if base_url not in _named:
+            raise ConfigurationError(f"there is no embedded backend {base_url!r}; it may have been closed")
+        return _Lease(_named[base_url], shared=False)
+    with _lock:
+        data_dir = default_data_dir()
+        backend = _shared.get(data_dir)
+        if backend is None:
+            backend = _shared[data_dir] = LocalBackend(data_dir=data_dir)
+        backend._users += 1
+        return _Lease(backend, shared=True)

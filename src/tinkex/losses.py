@@ -1,0 +1,67 @@
+"""Custom losses computed by the caller: any function of the log-probabilities, trained through cross-entropy.
+
+The server's cross-entropy is the plain sum of -weight * logprob, so weights of minus the loss's gradient make it compute
+that gradient. Torch is imported when a custom loss is used, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from tinkex.types.inputs import Datum
+from tinkex.types.tensors import TensorData
+from tinkex.types.training import ForwardBackwardOutput
+
+if TYPE_CHECKING:
+    import torch
+
+CustomLoss: TypeAlias = "Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]"
+
+
+def forward_data(data: Sequence[Datum]) -> list[Datum]:
+    """The data of the first pass: targets, and the user's weights or zeros."""
+    prepared = []
+    for index, datum in enumerate(data):
+        targets = datum.loss_fn_inputs.get("target_tokens")
+        if targets is None:
+            raise ValueError(f"a custom loss needs target_tokens; datum {index} has none")
+        weights = datum.loss_fn_inputs.get("weights")
+        if weights is None:
+            weights = TensorData.from_numpy(np.zeros(targets.to_numpy().shape, dtype=np.float32))
+        prepared.append(Datum(datum.model_input, {"target_tokens": targets, "weights": weights}))
+    return prepared
+
+
+def evaluate(
+    loss_fn: CustomLoss, data: list[Datum], output: ForwardBackwardOutput
+) -> tuple[list[Datum], float, dict[str, float]]:
+    """Run a user's loss on the first pass's log-probabilities: the second pass's data, the loss, its metrics."""
+    import torch
+
+    logprobs = [torch.from_numpy(np.array(record["logprobs"].to_numpy())) for record in output.loss_fn_outputs]
+    for leaf in logprobs:
+        leaf.requires_grad_(True)
+    loss, metrics = loss_fn(data, logprobs)
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        raise ValueError("the custom loss does not depend on the log-probabilities: it has no gradient")
+    loss.backward()  # type: ignore[no-untyped-call]
+    weighted = []
+    for datum, leaf in zip(data, logprobs, strict=True):
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        weights = TensorData.from_numpy(-gradient.numpy())
+        targets = datum.loss_fn_inputs["target_tokens"]
+        weighted.append(Datum(datum.model_input, {"target_tokens": targets, "weights": weights}))
+    return weighted, float(loss.detach()), {name: float(value) for name, value in metrics.items()}
+
+
+def report(output: ForwardBackwardOutput, loss: float, metrics: dict[str, float]) -> ForwardBackwardOutput:
+    """The second pass's result as the caller expects it: their loss, their metrics, the surrogate beside them."""
+    merged: dict[str, Any] = dict(output.metrics)
+    if "loss:sum" in merged:
+        merged["surrogate_loss:sum"] = merged.pop("loss:sum")
+    return ForwardBackwardOutput(
+        output.loss_fn_output_type, output.loss_fn_outputs, {**merged, **metrics, "loss:sum": loss}
+    )

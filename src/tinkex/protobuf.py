@@ -1,0 +1,474 @@
+"""The protobuf half of the wire: the schema as a table, and the conversions of the three messages that use it.
+
+The messages are built at run time in a private descriptor pool, so there is no generated code to fall out of step with
+the installed runtime. Packed arrays are little-endian raw bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from tinkex.types.inputs import (
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+)
+from tinkex.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, TopkLogprobs
+from tinkex.types.tensors import Array, TensorData
+from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
+
+PACKAGE = "tinker_public"
+FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
+STOP, LENGTH = 0, 1
+
+ENUMS: dict[str, list[str]] = {
+    "StopReason": ["STOP", "LENGTH"],
+    "DType": ["UNSPECIFIED", "FLOAT32", "INT64", "INT32", "BFLOAT16"],
+}
+
+# message -> {field: (number, type)}; a type may be prefixed by "repeated", "optional", "oneof NAME" or be "map VALUE".
+MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
+    "ForwardBackwardRequest": {
+        "model_id": (1, "string"),
+        "seq_id": (2, "int32"),
+        "data": (3, "repeated Datum"),
+        "loss_fn": (4, "string"),
+        "loss_fn_config": (5, "map double"),
+        "forward_only": (6, "bool"),
+        "loss_fn_config_v2": (7, "map LossConfigValue"),
+    },
+    "LossConfigValue": {"number": (1, "oneof value double"), "text": (2, "oneof value string")},
+    "Datum": {
+        "model_input": (1, "repeated Chunk"),
+        "loss_fn_inputs": (2, "map Tensor"),
+        "model_input_spans": (3, "repeated ProvenanceSpan"),
+        "loss_fn_input_spans": (4, "repeated ProvenanceSpan"),
+    },
+    "ProvenanceSpan": {
+        "prompt_tokens": (1, "oneof span PromptProvenanceSpan"),
+        "sampled_tokens": (2, "oneof span SampledProvenanceSpan"),
+    },
+    "PromptProvenanceSpan": {"sequence_id": (1, "string"), "offset": (2, "int64"), "length": (3, "int64")},
+    "SampledProvenanceSpan": {"sequence_id": (1, "string"), "offset": (2, "int64"), "length": (3, "int64")},
+    "Chunk": {
+        "encoded_text": (1, "oneof chunk EncodedTextChunk"),
+        "image": (2, "oneof chunk ImageChunk"),
+        "dmel": (3, "oneof chunk DmelChunk"),
+    },
+    "EncodedTextChunk": {"tokens": (1, "bytes")},
+    "ImageChunk": {
+        "data": (1, "bytes"),
+        "format": (2, "string"),
+        "expected_tokens": (3, "optional int32"),
+        "override_dimensions": (4, "optional ImageDimensions"),
+    },
+    "ImageDimensions": {"width": (1, "uint32"), "height": (2, "uint32")},
+    "DmelChunk": {"dmel": (1, "bytes")},
+    "Tensor": {
+        "dense": (1, "oneof encoding bytes"),
+        "sparse_csr": (2, "oneof encoding SparseCsr"),
+        "dtype": (3, "DType"),
+        "shape": (4, "repeated int64"),
+    },
+    "SparseCsr": {"values": (1, "bytes"), "crow_indices": (2, "bytes"), "col_indices": (3, "bytes")},
+    "ForwardBackwardOutput": {
+        "loss_fn_output_type": (1, "string"),
+        "loss_fn_outputs": (2, "repeated ArrayRecord"),
+        "metrics": (3, "map double"),
+    },
+    "ArrayRecord": {"type_tag": (1, "string"), "fields": (2, "map BatchedTensor"), "num_datums": (3, "int64")},
+    "BatchedTensor": {
+        "data": (1, "bytes"),
+        "offsets": (2, "bytes"),
+        "dtype": (3, "DType"),
+        "trailing_shape": (4, "repeated int64"),
+    },
+    "SampleResponse": {
+        "sequences": (1, "repeated SampledSequence"),
+        "prompt_logprobs": (2, "optional bytes"),
+        "topk_prompt_logprobs": (3, "optional TopkLogprobs"),
+        "prompt_cache_hit_tokens": (4, "int32"),
+        "target_prompt_logprobs": (5, "optional Tensor"),
+        "prompt_alt_tokens": (6, "optional PromptAltTokens"),
+    },
+    "PromptAltTokens": {"tokens": (1, "Tensor"), "logprobs": (2, "Tensor")},
+    "SampledSequence": {
+        "stop_reason": (1, "StopReason"),
+        "tokens": (2, "bytes"),
+        "logprobs": (3, "optional bytes"),
+        "topk_sampled_logprobs": (4, "optional TopkLogprobs"),
+    },
+    "TopkLogprobs": {
+        "token_ids": (1, "bytes"),
+        "logprobs": (2, "bytes"),
+        "k": (3, "uint32"),
+        "length": (4, "uint32"),
+    },
+}
+
+SCALARS = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
+TYPE_MESSAGE, TYPE_ENUM = 11, 14
+OPTIONAL, REPEATED = 1, 3
+
+
+@cache
+def message(name: str) -> Any:
+    """The runtime's class for one of our messages."""
+    from google.protobuf import message_factory
+
+    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+@cache
+def _pool() -> Any:
+    from google.protobuf import descriptor_pb2, descriptor_pool
+
+    file = descriptor_pb2.FileDescriptorProto(name="tinkex/wire.proto", package=PACKAGE, syntax="proto3")
+    for enum, labels in ENUMS.items():
+        declared = file.enum_type.add(name=enum)
+        for number, label in enumerate(labels):
+            declared.value.add(name=f"{enum}_{label}", number=number)
+    for name, fields in MESSAGES.items():
+        _declare(file.message_type.add(name=name), fields)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return pool
+
+
+def _declare(entry: Any, fields: dict[str, tuple[int, str]]) -> None:
+    """Fill one message of the descriptor. Oneofs of real unions come before those that proto3 makes for `optional`."""
+    for field, (_, spec) in fields.items():
+        if spec.startswith("oneof ") and spec.split()[1] not in [o.name for o in entry.oneof_decl]:
+            entry.oneof_decl.add(name=spec.split()[1])
+    for field, (number, spec) in fields.items():
+        words = spec.split()
+        if words[0] == "map":
+            _declare_map(entry, field, number, words[1])
+            continue
+        declared = entry.field.add(name=field, number=number, label=OPTIONAL)
+        if words[0] == "repeated":
+            declared.label = REPEATED
+        elif words[0] == "oneof":
+            declared.oneof_index = [o.name for o in entry.oneof_decl].index(words[1])
+        elif words[0] == "optional" and words[1] in SCALARS:
+            declared.oneof_index = len(entry.oneof_decl)
+            declared.proto3_optional = True
+            entry.oneof_decl.add(name=f"_{field}")
+        _set_type(declared, words[-1])
+
+
+def _declare_map(entry: Any, field: str, number: int, value: str) -> None:
+    nested = entry.nested_type.add(name="".join(part.title() for part in field.split("_")) + "Entry")
+    nested.options.map_entry = True
+    _set_type(nested.field.add(name="key", number=1, label=OPTIONAL), "string")
+    _set_type(nested.field.add(name="value", number=2, label=OPTIONAL), value)
+    declared = entry.field.add(name=field, number=number, label=REPEATED, type=TYPE_MESSAGE)
+    declared.type_name = f".{PACKAGE}.{entry.name}.{nested.name}"
+
+
+def _set_type(declared: Any, kind: str) -> None:
+    if kind in SCALARS:
+        declared.type = SCALARS[kind]
+        return
+    declared.type = TYPE_ENUM if kind in ENUMS else TYPE_MESSAGE
+    declared.type_name = f".{PACKAGE}.{kind}"
+
+
+def parse(name: str, body: bytes) -> Any:
+    """Parse one of our messages; `ValueError` when the bytes are not one."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        return message(name).FromString(body)
+    except DecodeError:
+        raise ValueError(f"malformed protobuf: the body is not a {name} message") from None
+
+
+def packed(array: Array, dtype: str) -> bytes:
+    """Little-endian raw bytes of an array."""
+    array = np.ascontiguousarray(array, dtype=dtype)
+    return array.tobytes() if sys.byteorder == "little" else array.astype(f"<{dtype}").tobytes()
+
+
+def unpacked(body: bytes, dtype: str, what: str) -> Array:
+    """The array behind raw bytes, without a copy."""
+    size = np.dtype(dtype).itemsize
+    if len(body) % size:
+        raise ValueError(f"malformed protobuf: {what} has {len(body)} bytes, not a multiple of {size}")
+    return np.frombuffer(body, dtype=np.dtype(dtype).newbyteorder("<"))
+
+
+# ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def put_tensor(target: Any, tensor: TensorData) -> None:
+    """Write a tensor into a Tensor message."""
+    values = packed(tensor.values, tensor.dtype)
+    if (csr := tensor.csr) is not None:
+        target.sparse_csr.values = values
+        target.sparse_csr.crow_indices = packed(csr[0], "int64")
+        target.sparse_csr.col_indices = packed(csr[1], "int64")
+    else:
+        target.dense = values
+    target.dtype = FLOAT32 if tensor.dtype == "float32" else INT64
+    target.shape.extend(tensor.shape if tensor.shape is not None else [tensor.values.size])
+
+
+def get_values(body: bytes, dtype: int, what: str) -> Array:
+    """Read raw values as int64 or float32, widening the two narrower kinds."""
+    match dtype:
+        case 1:
+            return unpacked(body, "float32", what)
+        case 2:
+            return unpacked(body, "int64", what)
+        case 3:
+            return unpacked(body, "int32", what).astype(np.int64)
+        case 4:
+            return (unpacked(body, "uint16", what).astype(np.uint32) << 16).view(np.float32)
+    raise ValueError(f"malformed protobuf: {what} has no known dtype")
+
+
+def get_tensor(source: Any, what: str) -> TensorData:
+    """Read a Tensor message."""
+    encoding = source.WhichOneof("encoding")
+    if encoding is None:
+        raise ValueError(f"malformed protobuf: {what} has no values")
+    shape = list(source.shape)
+    raw = source.dense if encoding == "dense" else source.sparse_csr.values
+    values = get_values(raw, source.dtype, what)
+    dtype = "float32" if values.dtype == np.float32 else "int64"
+    if encoding == "dense":
+        return TensorData(values, dtype, shape or None)  # type: ignore[arg-type]
+    crow = unpacked(source.sparse_csr.crow_indices, "int64", what)
+    col = unpacked(source.sparse_csr.col_indices, "int64", what)
+    return TensorData(values, dtype, shape, crow, col)  # type: ignore[arg-type]
+
+
+# ── forward_backward ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
+    """ForwardBackwardRequest as bytes."""
+    wire = message("ForwardBackwardRequest")(
+        model_id=request.model_id, seq_id=request.seq_id or 0, forward_only=request.forward_only
+    )
+    body = request.forward_backward_input
+    wire.loss_fn = body.loss_fn
+    for datum in body.data:
+        _put_datum(wire.data.add(), datum)
+    for key, value in (body.loss_fn_config or {}).items():
+        if isinstance(value, str):
+            wire.loss_fn_config_v2[key].text = value
+        else:
+            wire.loss_fn_config[key] = value
+            wire.loss_fn_config_v2[key].number = value
+    encoded: bytes = wire.SerializeToString(deterministic=True)
+    return encoded
+
+
+def _put_datum(target: Any, datum: Datum) -> None:
+    for chunk in datum.model_input.chunks:
+        match chunk:
+            case EncodedTextChunk():
+                target.model_input.add().encoded_text.tokens = packed(chunk.tokens_np, "int32")
+            case ImageChunk():
+                image = target.model_input.add().image
+                image.data, image.format = chunk.data, chunk.format
+                if chunk.expected_tokens is not None:
+                    image.expected_tokens = chunk.expected_tokens
+            case DmelChunk():
+                target.model_input.add().dmel.dmel = chunk.dmel
+            case ImageAssetPointerChunk():
+                raise ValueError("image asset pointers cannot be used in training; send an ImageChunk")
+    for name, tensor in datum.loss_fn_inputs.items():
+        put_tensor(target.loss_fn_inputs[name], tensor)
+
+
+def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
+    """ForwardBackwardRequest from bytes."""
+    wire = parse("ForwardBackwardRequest", body)
+    config: dict[str, float | str] = dict(wire.loss_fn_config)
+    for key, value in wire.loss_fn_config_v2.items():
+        kind = value.WhichOneof("value")
+        if kind is None:
+            raise ValueError(f"malformed protobuf: loss_fn_config_v2[{key!r}] has no value")
+        config[key] = getattr(value, kind)
+    return ForwardBackwardRequest(
+        model_id=wire.model_id,
+        seq_id=wire.seq_id or None,
+        forward_only=wire.forward_only,
+        forward_backward_input=ForwardBackwardInput(
+            data=[_get_datum(item, index) for index, item in enumerate(wire.data)],
+            loss_fn=wire.loss_fn,
+            loss_fn_config=config or None,
+        ),
+    )
+
+
+def _get_datum(source: Any, index: int) -> Datum:
+    chunks = [_get_chunk(chunk, index) for chunk in source.model_input]
+    try:
+        tensors = {
+            name: get_tensor(tensor, f"data[{index}].loss_fn_inputs[{name!r}]")
+            for name, tensor in source.loss_fn_inputs.items()
+        }
+    except ValueError as error:
+        raise ValueError(f"data[{index}]: {error}") from None
+    return Datum(ModelInput(chunks=chunks), tensors)
+
+
+def _get_chunk(source: Any, index: int) -> ModelInputChunk:
+    match source.WhichOneof("chunk"):
+        case "encoded_text":
+            tokens = unpacked(source.encoded_text.tokens, "int32", f"data[{index}].model_input")
+            return EncodedTextChunk(tokens=tokens)
+        case "image":
+            expected = source.image.expected_tokens if source.image.HasField("expected_tokens") else None
+            return ImageChunk(data=source.image.data, format=source.image.format, expected_tokens=expected)
+        case "dmel":
+            return DmelChunk(dmel=source.dmel.dmel)
+    raise ValueError(f"malformed protobuf: data[{index}].model_input has an empty chunk")
+
+
+def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
+    """ForwardBackwardOutput as bytes: one record that batches all datums."""
+    wire = message("ForwardBackwardOutput")(loss_fn_output_type=output.loss_fn_output_type)
+    record = wire.loss_fn_outputs.add(num_datums=len(output.loss_fn_outputs))
+    for name in output.loss_fn_outputs[0] if output.loss_fn_outputs else ():
+        _put_batch(record.fields[name], [item[name] for item in output.loss_fn_outputs])
+    for key, value in output.metrics.items():
+        wire.metrics[key] = value
+    encoded: bytes = wire.SerializeToString(deterministic=True)
+    return encoded
+
+
+def _put_batch(target: Any, tensors: list[TensorData]) -> None:
+    dtype, shape = tensors[0].dtype, tensors[0].shape
+    target.data = packed(np.concatenate([tensor.to_numpy().reshape(-1) for tensor in tensors]), dtype)
+    sizes = np.array([0, *(tensor.to_numpy().nbytes for tensor in tensors)], dtype=np.int64)
+    target.offsets = packed(np.cumsum(sizes), "int64")
+    target.dtype = FLOAT32 if dtype == "float32" else INT64
+    if shape is not None and len(shape) > 1:
+        target.trailing_shape.extend(shape[1:])
+
+
+def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
+    """ForwardBackwardOutput from bytes; the tensors are views of one buffer per field."""
+    wire = parse("ForwardBackwardOutput", body)
+    outputs: list[dict[str, TensorData]] = []
+    for record in wire.loss_fn_outputs:
+        fields = {name: _get_batch(field, name) for name, field in record.fields.items()}
+        count = record.num_datums or max((len(rows) for rows in fields.values()), default=0)
+        if any(len(rows) != count for rows in fields.values()):
+            raise ValueError("malformed protobuf: the fields of a result differ in their number of datums")
+        outputs.extend({name: rows[i] for name, rows in fields.items()} for i in range(count))
+    kind = wire.loss_fn_output_type.rsplit(":", 1)[-1]
+    return ForwardBackwardOutput(kind, outputs, dict(wire.metrics))
+
+
+def _get_batch(source: Any, name: str) -> list[TensorData]:
+    values = get_values(source.data, source.dtype, f"result field {name!r}")
+    width = 2 if source.dtype == BFLOAT16 else 4 if source.dtype in (FLOAT32, INT32) else 8
+    offsets = unpacked(source.offsets, "int64", f"offsets of result field {name!r}")
+    bounds = (offsets // width).tolist()
+    if not bounds or bounds[-1] > values.size or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError(f"malformed protobuf: offsets of result field {name!r}")
+    dtype = "float32" if values.dtype == np.float32 else "int64"
+    trailing = list(source.trailing_shape)
+    row = int(np.prod(trailing, dtype=np.int64)) if trailing else 1
+    return [
+        TensorData(values[a:b], dtype, [(b - a) // row if row else 0, *trailing])  # type: ignore[arg-type]
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def encode_sample(response: SampleResponse) -> bytes:
+    """SampleResponse as bytes."""
+    wire = message("SampleResponse")(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
+    for sequence in response.sequences:
+        target = wire.sequences.add(stop_reason=STOP if sequence.stop_reason == "stop" else LENGTH)
+        if sequence.tokens_np is not None:
+            target.tokens = packed(sequence.tokens_np, "int32")
+        if sequence.logprobs_np is not None:
+            target.logprobs = packed(sequence.logprobs_np, "float32")
+        _put_topk(target, "topk_sampled_logprobs", sequence.topk_logprobs_np)
+    if response.prompt_logprobs_np is not None:
+        wire.prompt_logprobs = packed(response.prompt_logprobs_np, "float32")
+    _put_topk(wire, "topk_prompt_logprobs", response.topk_prompt_logprobs_np)
+    if response.target_prompt_logprobs is not None:
+        put_tensor(wire.target_prompt_logprobs, response.target_prompt_logprobs)
+    if response.prompt_alt_tokens is not None:
+        put_tensor(wire.prompt_alt_tokens.tokens, response.prompt_alt_tokens.tokens)
+        put_tensor(wire.prompt_alt_tokens.logprobs, response.prompt_alt_tokens.logprobs)
+    encoded: bytes = wire.SerializeToString(deterministic=True)
+    return encoded
+
+
+def _put_topk(target: Any, field: str, topk: TopkLogprobs | None) -> None:
+    if topk is None:
+        return
+    table = getattr(target, field)
+    table.token_ids = packed(topk.token_ids, "int32")
+    table.logprobs = packed(topk.logprobs, "float32")
+    table.length, table.k = topk.token_ids.shape
+
+
+def decode_sample(body: bytes) -> SampleResponse:
+    """SampleResponse from bytes."""
+    wire = parse("SampleResponse", body)
+    return SampleResponse(
+        sequences=[_get_sequence(sequence) for sequence in wire.sequences],
+        prompt_logprobs_np=_optional_floats(wire, "prompt_logprobs"),
+        topk_prompt_logprobs_np=_get_topk(wire, "topk_prompt_logprobs"),
+        target_prompt_logprobs=(
+            get_tensor(wire.target_prompt_logprobs, "target_prompt_logprobs")
+            if wire.HasField("target_prompt_logprobs")
+            else None
+        ),
+        prompt_cache_hit_tokens=wire.prompt_cache_hit_tokens,
+        prompt_alt_tokens=(
+            PromptAltTokens(
+                get_tensor(wire.prompt_alt_tokens.tokens, "prompt_alt_tokens.tokens"),
+                get_tensor(wire.prompt_alt_tokens.logprobs, "prompt_alt_tokens.logprobs"),
+            )
+            if wire.HasField("prompt_alt_tokens")
+            else None
+        ),
+    )
+
+
+def _get_sequence(source: Any) -> SampledSequence:
+    if source.stop_reason not in (STOP, LENGTH):
+        raise ValueError(f"malformed protobuf: unknown stop reason {source.stop_reason}")
+    return SampledSequence(
+        stop_reason="stop" if source.stop_reason == STOP else "length",
+        tokens_np=unpacked(source.tokens, "int32", "sampled tokens"),
+        logprobs_np=_optional_floats(source, "logprobs"),
+        topk_logprobs_np=_get_topk(source, "topk_sampled_logprobs"),
+    )
+
+
+def _optional_floats(source: Any, field: str) -> Array | None:
+    return unpacked(getattr(source, field), "float32", field) if source.HasField(field) else None
+
+
+def _get_topk(source: Any, field: str) -> TopkLogprobs | None:
+    if not source.HasField(field):
+        return None
+    table = getattr(source, field)
+    ids, logprobs = unpacked(table.token_ids, "int32", field), unpacked(table.logprobs, "float32", field)
+    shape = (table.length, table.k)
+    if ids.size != logprobs.size or ids.size != table.length * table.k:
+        raise ValueError(f"malformed protobuf: {field} is not {table.length} x {table.k}")
+    return TopkLogprobs(ids.reshape(shape), logprobs.reshape(shape))

@@ -1,0 +1,175 @@
+"""SamplingClient: samples and log-probabilities from a base model or from saved weights."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING, Any
+
+from tinkex import protocol
+from tinkex.futures import Future, retrieve
+from tinkex.tokenizers import load_tokenizer
+from tinkex.types.inputs import ModelInput
+from tinkex.types.sampling import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    SampleRequest,
+    SampleResponse,
+    SamplingParams,
+)
+from tinkex.types.tensors import TensorData
+
+if TYPE_CHECKING:
+    from tinkex.session import Session
+
+
+class SamplingClient:
+    """Samples from fixed weights: training that goes on elsewhere does not change what it gives.
+
+    Example:
+        >>> with tinkex.ServiceClient(base_url="local") as service:  # doctest: +SKIP
+        ...     sampler = service.create_sampling_client(base_model="tinkex/tiny")
+        ...     sampler.sample(prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=16)).result()
+    """
+
+    def __init__(self, session: Session, *, sampling_session_id: str, record_stability_info: bool = False) -> None:
+        self._session = session
+        self.sampling_session_id = sampling_session_id
+        self._record_stability_info = record_stability_info
+        self._seq_ids = itertools.count()
+
+    def sample(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+    ) -> Future[SampleResponse]:
+        """Draw samples.
+
+        Args:
+            prompt: What to continue.
+            num_samples: How many samples to draw.
+            sampling_params: How to draw them.
+            include_prompt_logprobs: Also give the log-probability of each prompt token.
+            topk_prompt_logprobs: Also give this many likeliest tokens per prompt position.
+            topk_sample_logprobs: Also give this many likeliest tokens per sampled position.
+            target_prompt_logprobs: Token ids `[P-1, K]` (int64, -1 = none) to score at each prompt position.
+            prompt_alt_tokens_k: Draw this many alternatives at each prompt position after the first.
+            prompt_logprobs_last_n: Give prompt log-probabilities for the last n tokens only.
+
+        Returns:
+            A future of the samples.
+
+        Raises:
+            ValueError: The options contradict each other.
+        """
+        if num_samples < 1:
+            raise ValueError("num_samples must be at least 1")
+        if prompt_alt_tokens_k < 0:
+            raise ValueError("prompt_alt_tokens_k must be >= 0")
+        if target_prompt_logprobs is not None and (
+            target_prompt_logprobs.dtype != "int64" or len(target_prompt_logprobs.shape or ()) != 2
+        ):
+            raise ValueError("target_prompt_logprobs must be a two-dimensional int64 tensor")
+        if prompt_logprobs_last_n is not None and (prompt_logprobs_last_n < 1 or not include_prompt_logprobs):
+            raise ValueError("prompt_logprobs_last_n must be at least 1 and needs include_prompt_logprobs")
+        request = SampleRequest(
+            prompt=prompt,
+            num_samples=num_samples,
+            sampling_params=sampling_params,
+            sampling_session_id=self.sampling_session_id,
+            seq_id=next(self._seq_ids),
+            prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
+        )
+        return self._session.start(self._sample(request))
+
+    async def _sample(self, request: SampleRequest) -> SampleResponse:
+        submitted = time.monotonic()
+        headers = {"X-Tinker-Sampling-Backpressure": "1"}
+        transport = self._session.transport
+        receipt = await transport.call(protocol.ASAMPLE, request, headers=headers)
+        response: SampleResponse = await retrieve(transport, protocol.ASAMPLE, receipt.request_id, submitted)
+        for sequence, sequence_id in zip(response.sequences, receipt.sample_sequence_ids or (), strict=False):
+            sequence.sequence_id = sequence_id
+        return response
+
+    async def sample_async(self, *args: Any, **kwargs: Any) -> SampleResponse:
+        """Draw samples; takes what `sample` takes and gives the samples themselves."""
+        return await self.sample(*args, **kwargs)
+
+    def compute_logprobs(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> Future[list[float | None]]:
+        """The log-probability of each token of a prompt; None for the first."""
+        future = self.sample(
+            prompt,
+            num_samples=1,
+            sampling_params=SamplingParams(max_tokens=1),
+            include_prompt_logprobs=True,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        )
+
+        async def extract() -> list[float | None]:
+            return (await future).prompt_logprobs or []
+
+        return self._session.start(extract())
+
+    async def compute_logprobs_async(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> list[float | None]:
+        """The log-probability of each token of a prompt; None for the first."""
+        return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
+
+    async def _sampler(self) -> GetSamplerResponse:
+        path = {"sampler_id": self.sampling_session_id}
+        sampler: GetSamplerResponse = await self._session.transport.call(protocol.GET_SAMPLER, path=path)
+        return sampler
+
+    def get_base_model(self) -> str:
+        """The name of the base model under this sampler."""
+        return self._session.start(self._sampler()).result().base_model
+
+    async def get_base_model_async(self) -> str:
+        """The name of the base model under this sampler."""
+        return (await self._session.start(self._sampler())).base_model
+
+    def get_tokenizer(self, *, backend: str | None = None) -> Any:
+        """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""
+        return load_tokenizer(self.get_base_model(), backend=backend)
+
+
+async def open_sampling_client(
+    session: Session,
+    *,
+    base_model: str | None = None,
+    model_path: str | None = None,
+    record_stability_info: bool = False,
+) -> SamplingClient:
+    """Bind a new sampler to a base model or a checkpoint."""
+    request = CreateSamplingSessionRequest(
+        session_id=session.session_id,
+        sampling_session_seq_id=next(session.sampling_session_seq_ids),
+        base_model=base_model,
+        model_path=model_path,
+    )
+    response: CreateSamplingSessionResponse = await session.transport.call(
+        protocol.CREATE_SAMPLING_SESSION, request
+    )
+    return SamplingClient(
+        session,
+        sampling_session_id=response.sampling_session_id,
+        record_stability_info=record_stability_info,
+    )

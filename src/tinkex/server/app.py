@@ -1,0 +1,154 @@
+"""The ASGI application: routes from the table of operations, bodies through the shared codec."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tinkex import codec
+from tinkex.engine import Engine, EngineError
+from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
+from tinkex.server.handlers import HANDLERS, Call, Limits, Refusal, State, digest_of
+from tinkex.types.record import to_json
+from tinkex.types.sessions import FutureRetrieveRequest, RequestFailedResponse
+
+logger = logging.getLogger("tinkex.server")
+
+OFF_LOOP_BYTES = 64_000
+
+
+def create_app(
+    engine: Engine, data_dir: Path, *, limits: Limits | None = None, api_key: str | None = None
+) -> Starlette:
+    """The server as an ASGI application over an engine; its lifespan starts and stops the worker."""
+    state = State(engine, data_dir, limits or Limits())
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        state.worker.start()
+        tending = asyncio.create_task(state.tend())
+        try:
+            yield
+        finally:
+            tending.cancel()
+            await state.worker.stop()
+            state.store.close()
+
+    routes = [
+        Route(f"{PREFIX}/{op.path}", _endpoint(op, state, api_key), methods=[op.method], name=op.name)
+        for op in OPERATIONS
+    ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route})
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    return _error(404, f"there is no {request.method} {request.url.path} here")
+
+
+def _error(status: int, detail: str) -> Response:
+    return JSONResponse({"detail": detail}, status_code=status)
+
+
+def _endpoint(op: Operation, state: State, api_key: str | None) -> Callable[[Request], Awaitable[Response]]:
+    """Everything an operation has in common with the others: key, body, errors, answer."""
+    answer = retrieve_future if op is RETRIEVE_FUTURE else _answer
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            _authorize(request, api_key)
+            call = await _read(op, request, state.limits.body_bytes)
+            return await answer(op, state, request, call)
+        except Refusal as refusal:
+            return _error(refusal.status, refusal.detail)
+        except EngineError as error:
+            return _error(400 if error.category == "user" else 500, str(error))
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as error:
+            logger.exception("%s failed", op.name)
+            return _error(500, f"internal error: {type(error).__name__}")
+
+    return endpoint
+
+
+def _authorize(request: Request, api_key: str | None) -> None:
+    if api_key is None:
+        return
+    given = request.headers.get("x-api-key")
+    if not given:
+        raise Refusal(401, "this server needs an API key: send it as X-API-Key (TINKER_API_KEY in clients)")
+    if not hmac.compare_digest(given.encode(), api_key.encode()):
+        raise Refusal(403, "this API key is not known here")
+
+
+async def _read(op: Operation, request: Request, limit: int) -> Call:
+    """The decoded request; a body that cannot be read is refused with what is wrong with it."""
+    path = {name: str(value) for name, value in request.path_params.items()}
+    if op.request is None:
+        return Call(None, path, b"")
+    body = await _body(request, limit)
+    content_type = request.headers.get("content-type", codec.JSON)
+    encoding = request.headers.get("content-encoding")
+
+    def decode() -> Call:
+        assert op.request is not None
+        plain = codec.decompress(body, encoding, limit)
+        return Call(codec.decode(op.request, plain or b"{}", content_type), path, digest_of(op.path, plain))
+
+    try:
+        return await asyncio.to_thread(decode) if len(body) > OFF_LOOP_BYTES else decode()
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refusal(400, f"{op.name}: {error}") from None
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit:
+        raise Refusal(413, f"the body has {announced} bytes; the limit is {limit}")
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise Refusal(413, f"the body has more than {limit} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def _answer(op: Operation, state: State, request: Request, call: Call) -> Response:
+    result = await HANDLERS[op.name](state, call)
+    return Response(to_json(result), media_type=codec.JSON)
+
+
+async def retrieve_future(op: Operation, state: State, request: Request, call: Call) -> Response:
+    """Hold the request until the result is there, for as long as a poll may be held; then 408."""
+    wanted: FutureRetrieveRequest = call.request
+    promise = state.promises.get(wanted.request_id)
+    if promise is None:
+        if state.promises.is_gone(wanted.request_id):
+            raise Refusal(410, f"the result of request {wanted.request_id!r} has expired")
+        raise Refusal(404, f"there is no request {wanted.request_id!r}")
+    try:
+        async with asyncio.timeout(state.limits.poll_seconds):
+            await promise.done.wait()
+    except TimeoutError:
+        return Response(to_json({"queue_state": "active"}), status_code=408, media_type=codec.JSON)
+    promise.touch()
+    body = await _encode(promise.result, codec.PROTOBUF in request.headers.get("accept", ""))
+    return Response(body.data, media_type=body.content_type)
+
+
+async def _encode(result: Any, as_protobuf: bool) -> codec.Body:
+    """Small results here, results with tensors in a thread."""
+    if isinstance(result, RequestFailedResponse) or not codec.has_protobuf(type(result)):
+        return codec.encode(result, as_protobuf=False)
+    return await asyncio.to_thread(codec.encode, result, as_protobuf=as_protobuf)

@@ -1,0 +1,83 @@
+"""Puts the tokenizers of local models where `AutoTokenizer.from_pretrained(name)` looks without a network.
+
+The Hugging Face cache keeps a repository as `models--ORG--NAME/{refs/main, snapshots/REVISION/…}`. What is already
+cached under a name is left alone, unless an earlier run of ours put it there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger("tinkex.server")
+
+FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+MARK = ".tinkex"
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def cache_root() -> Path:
+    """The hub's cache directory, found as its own library finds it."""
+    if path := os.environ.get("HF_HUB_CACHE"):
+        return Path(path).expanduser()
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def publish_tokenizer(name: str, directory: Path) -> Path | None:
+    """Copy a model's tokenizer files into the cache under its name; None when there was nothing to do."""
+    files = [directory / file for file in FILES if (directory / file).is_file()]
+    if not REPOSITORY.fullmatch(name) or not any(file.name.startswith("tokenizer") for file in files):
+        return None
+    repository = cache_root() / ("models--" + name.replace("/", "--"))
+    if repository.exists() and not (repository / MARK).exists():
+        return None
+    digest = hashlib.sha1(b"".join(file.name.encode() + file.read_bytes() for file in files))
+    revision = digest.hexdigest()
+    snapshot = repository / "snapshots" / revision
+    try:
+        if not snapshot.exists():
+            _fill(snapshot, files)
+        (repository / MARK).touch()
+        refs = repository / "refs"
+        refs.mkdir(parents=True, exist_ok=True)
+        _write(refs / "main", revision)
+    except OSError as error:
+        logger.warning("the tokenizer of %s could not be put into the hub cache: %s", name, error)
+        return None
+    return snapshot
+
+
+def _fill(snapshot: Path, files: list[Path]) -> None:
+    """Make the snapshot directory at once, so that no reader sees half of it."""
+    snapshot.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=snapshot.parent) as scratch:
+        staged = Path(scratch) / "files"
+        staged.mkdir()
+        for file in files:
+            shutil.copyfile(file, staged / file.name)
+        try:
+            staged.rename(snapshot)
+        except OSError:
+            if not snapshot.exists():  # someone else was quicker: fine
+                raise
+
+
+def _write(path: Path, text: str) -> None:
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    scratch.write_text(text)
+    scratch.replace(path)

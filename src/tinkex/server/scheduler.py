@@ -1,0 +1,179 @@
+"""Order and turns: a lane per training run, and the one worker thread that owns the engine.
+
+A lane is pure bookkeeping (no clock, no threads): operations go in by number and come out when every number before them
+has. The worker takes what the lanes release in turn with steps of sampling, so that neither stops the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from tinkex.engine import Engine
+from tinkex.types.sampling import SampleRequest, SampleResponse
+
+T = TypeVar("T")
+logger = logging.getLogger("tinkex.server")
+
+
+class Lane(Generic[T]):
+    """The operations of one run, released in the order of their numbers.
+
+    Example:
+        >>> lane = Lane[str]()
+        >>> lane.offer(2, "b"), lane.offer(1, "a")
+        ([], ['a', 'b'])
+    """
+
+    def __init__(self, first: int = 1) -> None:
+        self.next = first
+        self._waiting: dict[int, T] = {}
+
+    def offer(self, number: int, item: T) -> list[T]:
+        """Take an operation in; returns those whose turn has come. A number that has passed is refused."""
+        if number < self.next or number in self._waiting:
+            raise ValueError(f"request number {number} has been used; the next one is {self.next}")
+        self._waiting[number] = item
+        return self._release()
+
+    def _release(self) -> list[T]:
+        released = []
+        while self.next in self._waiting:
+            released.append(self._waiting.pop(self.next))
+            self.next += 1
+        return released
+
+    @property
+    def free(self) -> int:
+        """The first number that nothing has been offered under."""
+        return max(self._waiting, default=self.next - 1) + 1
+
+    @property
+    def missing(self) -> int | None:
+        """The number that holds others up, if any are held up."""
+        return self.next if self._waiting else None
+
+    def give_up(self) -> list[T]:
+        """Stop waiting for the missing numbers; returns the operations that waited, which must now fail."""
+        abandoned = [self._waiting[number] for number in sorted(self._waiting)]
+        self.next = self.free
+        self._waiting.clear()
+        return abandoned
+
+
+@dataclass(slots=True)
+class _Task:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    future: asyncio.Future[Any]
+
+
+class Worker:
+    """The thread that owns the engine: runs operations in the order given, and advances sampling between them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._samples: dict[str, asyncio.Future[SampleResponse]] = {}
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin; must be called on the event loop that results go to."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="tinkex-engine", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Finish what was given and end the thread; unfinished samples are dropped."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+
+    def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Queue a function for the worker; the future is resolved on the event loop."""
+        assert self._loop is not None, "the worker has not been started"
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._tasks.put(_Task(function, args, future))
+        return future
+
+    def sample(self, job: str, sampler: str, request: SampleRequest, seed: int) -> asyncio.Future[SampleResponse]:
+        """Queue a sampling job."""
+        assert self._loop is not None, "the worker has not been started"
+        done: asyncio.Future[SampleResponse] = self._loop.create_future()
+        admitted = self.run(self._admit, job, sampler, request, seed, done)
+        admitted.add_done_callback(lambda future: _pass_failure(future, done))
+        return done
+
+    def _admit(
+        self, job: str, sampler: str, request: SampleRequest, seed: int, done: asyncio.Future[SampleResponse]
+    ) -> None:
+        self.engine.sample_start(job, sampler, request, seed)
+        self._samples[job] = done
+
+    def _run(self) -> None:
+        while True:
+            try:
+                task = self._tasks.get(block=not self.engine.sampling())
+            except queue.Empty:
+                pass
+            else:
+                if task is None:
+                    return
+                self._execute(task)
+            if self.engine.sampling():
+                self._step()
+
+    def _execute(self, task: _Task) -> None:
+        try:
+            outcome = task.function(*task.args)
+        except Exception as error:
+            self._resolve(task.future, error)
+        else:
+            self._resolve(task.future, outcome)
+
+    def _step(self) -> None:
+        try:
+            ended = self.engine.sample_step()
+        except Exception as error:
+            logger.exception("a sampling step failed; the samples under way are lost")
+            self._fail_samples(error)
+            return
+        for done in ended:
+            future = self._samples.pop(done.job, None)
+            if future is not None:
+                self._resolve(future, done.result)
+
+    def _fail_samples(self, error: Exception) -> None:
+        for job, future in self._samples.items():
+            self.engine.sample_cancel(job)
+            self._resolve(future, error)
+        self._samples.clear()
+
+    def _resolve(self, future: asyncio.Future[Any], outcome: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(_settle, future, outcome)
+        except RuntimeError:
+            pass  # the loop has been closed: nobody is left to tell
+
+
+def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+def _pass_failure(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
+    if not source.cancelled() and (error := source.exception()) is not None and not target.done():
+        target.set_exception(error)
+

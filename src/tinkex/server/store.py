@@ -1,0 +1,245 @@
+"""Facts that outlive the process, in SQLite: sessions, training runs, samplers, checkpoints. Tensors are files.
+
+One connection behind one lock: every statement is short, and callers that must not block go through a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinkex.types.training import LoraConfig
+
+MIGRATIONS = (
+    """
+    CREATE TABLE sessions (
+        session_id TEXT PRIMARY KEY, created REAL NOT NULL, finished REAL, reason TEXT, detail TEXT,
+        project_id TEXT, display_name TEXT, tags TEXT NOT NULL, user_metadata TEXT NOT NULL, sdk_version TEXT NOT NULL
+    );
+    CREATE TABLE runs (
+        model_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, base_model TEXT NOT NULL, lora TEXT NOT NULL,
+        optimizer TEXT NOT NULL, user_metadata TEXT NOT NULL, created REAL NOT NULL
+    );
+    CREATE TABLE samplers (
+        sampler_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, base_model TEXT NOT NULL, model_path TEXT,
+        is_snapshot INTEGER NOT NULL, created REAL NOT NULL
+    );
+    CREATE TABLE checkpoints (
+        tinker_path TEXT PRIMARY KEY, model_id TEXT NOT NULL, directory TEXT NOT NULL, base_model TEXT NOT NULL,
+        lora TEXT NOT NULL, optimizer TEXT NOT NULL, size_bytes INTEGER NOT NULL, created REAL NOT NULL,
+        expires REAL, user_metadata TEXT NOT NULL
+    );
+    CREATE INDEX checkpoints_of_run ON checkpoints (model_id);
+    """,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training run."""
+
+    model_id: str
+    session_id: str
+    base_model: str
+    lora: LoraConfig
+    optimizer: dict[str, Any]
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Something to sample from: a base model, a checkpoint, or a nameless snapshot."""
+
+    sampler_id: str
+    session_id: str
+    base_model: str
+    model_path: str | None
+    is_snapshot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint on disk."""
+
+    tinker_path: str
+    model_id: str
+    directory: Path
+    base_model: str
+    lora: LoraConfig
+    optimizer: dict[str, Any]
+    size_bytes: int
+    expires: float | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+class Store:
+    """The database of one data directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
+        self._db.row_factory = sqlite3.Row
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._migrate()
+
+    def _migrate(self) -> None:
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")  # two processes may open a new directory at once
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version > len(MIGRATIONS):
+                self._db.execute("ROLLBACK")
+                raise RuntimeError("this data directory was written by a newer version of tinkex")
+            for script in MIGRATIONS[version:]:
+                for statement in script.split(";"):
+                    self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version={len(MIGRATIONS)}")
+            self._db.execute("COMMIT")
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._lock:
+            self._db.close()
+
+    def _insert(self, table: str, row: dict[str, Any], *, replace: bool = False) -> None:
+        columns, marks = ", ".join(row), ", ".join("?" * len(row))
+        verb = "INSERT OR REPLACE" if replace else "INSERT"
+        with self._lock:
+            self._db.execute(f"{verb} INTO {table} ({columns}) VALUES ({marks})", tuple(row.values()))
+
+    def _one(self, query: str, *values: Any) -> sqlite3.Row | None:
+        with self._lock:
+            row: sqlite3.Row | None = self._db.execute(query, values).fetchone()
+            return row
+
+    # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add_session(self, session_id: str, request: dict[str, Any]) -> None:
+        """Record a new session."""
+        self._insert(
+            "sessions",
+            {
+                "session_id": session_id,
+                "created": time.time(),
+                "project_id": request.get("project_id"),
+                "display_name": request.get("display_name"),
+                "tags": json.dumps(request.get("tags") or []),
+                "user_metadata": json.dumps(request.get("user_metadata") or {}),
+                "sdk_version": request.get("sdk_version") or "",
+            },
+        )
+
+    def session_state(self, session_id: str) -> str | None:
+        """ "active", "finished", or None when there is no such session."""
+        row = self._one("SELECT finished FROM sessions WHERE session_id = ?", session_id)
+        return None if row is None else "active" if row["finished"] is None else "finished"
+
+    def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
+        """Record how a session ended; the first reason stays."""
+        with self._lock:
+            self._db.execute(
+                "UPDATE sessions SET finished = ?, reason = ?, detail = ? WHERE session_id = ? AND finished IS NULL",
+                (time.time(), reason, detail, session_id),
+            )
+
+    # ── runs and samplers ────────────────────────────────────────────────────────────────────────────────────────
+
+    def add_run(self, run: Run) -> None:
+        """Record a new training run."""
+        self._insert(
+            "runs",
+            {
+                "model_id": run.model_id,
+                "session_id": run.session_id,
+                "base_model": run.base_model,
+                "lora": run.lora.model_dump_json(),
+                "optimizer": json.dumps(run.optimizer),
+                "user_metadata": json.dumps(run.user_metadata),
+                "created": time.time(),
+            },
+        )
+
+    def run(self, model_id: str) -> Run | None:
+        """A training run of this or an earlier life of the server."""
+        row = self._one("SELECT * FROM runs WHERE model_id = ?", model_id)
+        if row is None:
+            return None
+        return Run(
+            model_id=row["model_id"],
+            session_id=row["session_id"],
+            base_model=row["base_model"],
+            lora=LoraConfig.model_validate_json(row["lora"]),
+            optimizer=json.loads(row["optimizer"]),
+            user_metadata=json.loads(row["user_metadata"]),
+        )
+
+    def add_sampler(self, sampler: Sampler) -> None:
+        """Record a new sampler; the same one again is no news."""
+        self._insert(
+            "samplers",
+            {
+                "sampler_id": sampler.sampler_id,
+                "session_id": sampler.session_id,
+                "base_model": sampler.base_model,
+                "model_path": sampler.model_path,
+                "is_snapshot": sampler.is_snapshot,
+                "created": time.time(),
+            },
+            replace=True,
+        )
+
+    def sampler(self, sampler_id: str) -> Sampler | None:
+        """A sampler of this or an earlier life of the server."""
+        row = self._one("SELECT * FROM samplers WHERE sampler_id = ?", sampler_id)
+        if row is None:
+            return None
+        return Sampler(
+            row["sampler_id"], row["session_id"], row["base_model"], row["model_path"], bool(row["is_snapshot"])
+        )
+
+    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def put_checkpoint(self, saved: SavedCheckpoint) -> None:
+        """Record a checkpoint whose files are already in place."""
+        self._insert(
+            "checkpoints",
+            {
+                "tinker_path": saved.tinker_path,
+                "model_id": saved.model_id,
+                "directory": str(saved.directory),
+                "base_model": saved.base_model,
+                "lora": saved.lora.model_dump_json(),
+                "optimizer": json.dumps(saved.optimizer),
+                "size_bytes": saved.size_bytes,
+                "created": time.time(),
+                "expires": saved.expires,
+                "user_metadata": json.dumps(saved.user_metadata),
+            },
+            replace=True,
+        )
+
+    def checkpoint(self, tinker_path: str) -> SavedCheckpoint | None:
+        """A checkpoint by its path, unless it has expired."""
+        row = self._one(
+            "SELECT * FROM checkpoints WHERE tinker_path = ? AND (expires IS NULL OR expires > ?)",
+            tinker_path,
+            time.time(),
+        )
+        if row is None:
+            return None
+        return SavedCheckpoint(
+            tinker_path=row["tinker_path"],
+            model_id=row["model_id"],
+            directory=Path(row["directory"]),
+            base_model=row["base_model"],
+            lora=LoraConfig.model_validate_json(row["lora"]),
+            optimizer=json.loads(row["optimizer"]),
+            size_bytes=row["size_bytes"],
+            expires=row["expires"],
+            user_metadata=json.loads(row["user_metadata"]),
+        )

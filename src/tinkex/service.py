@@ -1,0 +1,312 @@
+"""ServiceClient: where every program starts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from tinkex import protocol
+from tinkex.config import Config
+from tinkex.futures import Future, start
+from tinkex.sampling import SamplingClient, open_sampling_client
+from tinkex.session import Session
+from tinkex.training import TrainingClient
+from tinkex.types.checkpoints import SCHEME, LoadWeightsRequest, WeightsInfoRequest, WeightsInfoResponse
+from tinkex.types.sessions import ClientSessionFinishReasonType, GetServerCapabilitiesResponse
+from tinkex.types.training import (
+    AdamOptimizerConfig,
+    CreateModelRequest,
+    CreateModelResponse,
+    LoraConfig,
+    OptimizerConfig,
+)
+
+
+class ServiceClient:
+    """The way in: makes training and sampling clients. Making one costs nothing; its first call opens a session.
+
+    Args:
+        user_metadata: Kept with the session.
+        project_id: The project the session belongs to; TINKER_PROJECT_ID by default.
+        display_name: A name for the session.
+        base_url: The server; "local" runs one inside this process. TINKER_BASE_URL by default.
+        api_key: The key; TINKER_API_KEY by default. None is needed on this machine.
+        default_headers_overrides: Extra headers for every request.
+
+    Example:
+        >>> with ServiceClient(base_url="local") as service:  # doctest: +SKIP
+        ...     client = service.create_lora_training_client("tinkex/tiny", rank=16)
+    """
+
+    def __init__(
+        self,
+        user_metadata: dict[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            warnings.warn(f"ServiceClient ignores unknown arguments: {names}", FutureWarning, stacklevel=2)
+        config = Config.resolve(
+            base_url=base_url, api_key=api_key, project_id=project_id, headers=default_headers_overrides
+        )
+        self._session = Session(config, user_metadata=user_metadata, display_name=display_name)
+
+    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """Start a training run of a fresh LoRA adapter.
+
+        Args:
+            base_model: The name of the model to adapt.
+            rank: The adapter's rank.
+            seed: Seed of its A matrices (B starts at zero).
+            train_mlp: Adapt the feed-forward layers.
+            train_attn: Adapt the attention layers.
+            train_unembed: Adapt the output layer.
+            user_metadata: Kept with the run.
+            optimizer: AdamW by default.
+
+        Raises:
+            RequestFailedError: The server has no such model; the message lists the ones there are.
+        """
+        return self._create_lora(
+            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
+        ).result()
+
+    async def create_lora_training_client_async(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """Like `create_lora_training_client`."""
+        return await self._create_lora(
+            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
+        )
+
+    def _create_lora(
+        self,
+        base_model: str,
+        rank: int,
+        seed: int | None,
+        mlp: bool,
+        attn: bool,
+        unembed: bool,
+        user_metadata: dict[str, str] | None,
+        optimizer: OptimizerConfig | None,
+    ) -> Future[TrainingClient]:
+        if not (mlp or attn or unembed):
+            raise AssertionError("at least one of train_mlp, train_attn and train_unembed must be true")
+        lora = LoraConfig(rank=rank, seed=seed, train_unembed=unembed, train_mlp=mlp, train_attn=attn)
+        return self._session.start(self._create_model(base_model, lora, user_metadata, optimizer))
+
+    async def _create_model(
+        self,
+        base_model: str,
+        lora: LoraConfig,
+        user_metadata: dict[str, str] | None,
+        optimizer: OptimizerConfig | None,
+        first_seq_id: int = 1,
+    ) -> TrainingClient:
+        session = self._session
+        request = CreateModelRequest(
+            session_id=session.session_id,
+            model_seq_id=next(session.model_seq_ids),
+            base_model=base_model,
+            lora_config=lora,
+            optimizer_config=optimizer or AdamOptimizerConfig(),
+            user_metadata=user_metadata,
+        )
+        created: CreateModelResponse = await session.run(protocol.CREATE_MODEL, request)
+        return TrainingClient(session, request.model_seq_id, created.model_id, first_seq_id=first_seq_id)
+
+    def create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """Start a training run from a checkpoint's weights; the optimizer starts afresh."""
+        return self._session.start(
+            self._from_state(path, False, base_model, user_metadata, weights_access_token, optimizer)
+        ).result()
+
+    async def create_training_client_from_state_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """Like `create_training_client_from_state`."""
+        return await self._session.start(
+            self._from_state(path, False, base_model, user_metadata, weights_access_token, optimizer)
+        )
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        """Start a training run that carries on where a checkpoint left off, optimizer state included."""
+        return self._session.start(
+            self._from_state(path, True, base_model, user_metadata, weights_access_token, None)
+        ).result()
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        """Like `create_training_client_from_state_with_optimizer`."""
+        return await self._session.start(
+            self._from_state(path, True, base_model, user_metadata, weights_access_token, None)
+        )
+
+    async def _from_state(
+        self,
+        path: str,
+        with_optimizer: bool,
+        base_model: str | None,
+        user_metadata: dict[str, str] | None,
+        token: str | None,
+        optimizer: OptimizerConfig | None,
+    ) -> TrainingClient:
+        """Read what the checkpoint holds, make a run of that shape, load it."""
+        session = self._session
+        info: WeightsInfoResponse = await session.transport.call(
+            protocol.WEIGHTS_INFO, WeightsInfoRequest(tinker_path=path)
+        )
+        if not info.is_lora or info.lora_rank is None:
+            raise ValueError(f"{path} is not a LoRA checkpoint")
+        lora = LoraConfig(
+            rank=info.lora_rank,
+            train_unembed=info.train_unembed is not False,
+            train_mlp=info.train_mlp is not False,
+            train_attn=info.train_attn is not False,
+        )
+        chosen = optimizer or info.optimizer_config
+        client = await self._create_model(base_model or info.base_model, lora, user_metadata, chosen, 2)
+        request = LoadWeightsRequest(
+            model_id=client.model_id,
+            seq_id=1,
+            path=path,
+            optimizer=with_optimizer,
+            weights_access_token=token,
+        )
+        await session.run(protocol.LOAD_WEIGHTS, request)
+        return client
+
+    # ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """A sampler of a saved checkpoint or of a base model.
+
+        Args:
+            model_path: A `tinker://…/sampler_weights/…` path.
+            base_model: The name of a base model.
+            retry_config: Accepted for compatibility.
+            record_stability_info: Ask the server to keep what `stable_reinforce` needs.
+
+        Raises:
+            ValueError: Neither was given, or the path is not a `tinker://` path.
+        """
+        return self._open_sampler(model_path, base_model, record_stability_info).result()
+
+    async def create_sampling_client_async(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """Like `create_sampling_client`."""
+        return await self._open_sampler(model_path, base_model, record_stability_info)
+
+    def _open_sampler(
+        self, model_path: str | None, base_model: str | None, record_stability_info: bool
+    ) -> Future[SamplingClient]:
+        if model_path is None and base_model is None:
+            raise ValueError("give model_path or base_model")
+        if model_path is not None and not model_path.startswith(SCHEME):
+            raise ValueError(f"model_path must start with {SCHEME!r}, got {model_path!r}")
+
+        async def opening() -> SamplingClient:
+            return await open_sampling_client(
+                self._session,
+                base_model=base_model,
+                model_path=model_path,
+                record_stability_info=record_stability_info,
+            )
+
+        return self._session.start(opening())
+
+    # ── the service ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _capabilities(self) -> GetServerCapabilitiesResponse:
+        answer: GetServerCapabilitiesResponse = await self._session.transport.call(
+            protocol.GET_SERVER_CAPABILITIES
+        )
+        return answer
+
+    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+        """Which models the server offers."""
+        return self._session.start(self._capabilities()).result()
+
+    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+        """Which models the server offers."""
+        return await self._session.start(self._capabilities())
+
+    def close(self, status: ClientSessionFinishReasonType = "success", detail: str | None = None) -> Future[None]:
+        """Finish the session; a second call does nothing."""
+        return start(self._session.finish(status, detail))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        status: ClientSessionFinishReasonType = "success"
+        if kind is not None:
+            status = "errored" if issubclass(kind, Exception) else "interrupted"
+        self.close(status, repr(error) if error is not None else None).result(timeout=30)
+
+    def __repr__(self) -> str:
+        return f"ServiceClient(base_url={self._session.config.base_url!r})"

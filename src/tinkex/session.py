@@ -1,0 +1,165 @@
+"""A session: one transport, the server's configuration, a session id with its heartbeat, and the session's counters.
+
+It opens itself on first use, and stops when closed or when the last client that holds it is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from tinkex import protocol
+from tinkex.config import Config
+from tinkex.errors import APIStatusError, NotFoundError, TinkerError
+from tinkex.futures import Future, retrieve, start
+from tinkex.protocol import PROTOCOL_VERSION, Operation
+from tinkex.runtime import runtime
+from tinkex.transport import Transport
+from tinkex.types.sessions import (
+    ClientConfigRequest,
+    ClientConfigResponse,
+    ClientSessionFinishReasonType,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishReason,
+    FinishSessionRequest,
+    SessionHeartbeatRequest,
+)
+from tinkex.types.training import UntypedAPIFuture
+
+T = TypeVar("T")
+logger = logging.getLogger("tinkex")
+
+HEARTBEAT_SECONDS = 10.0
+SILENCE_SECONDS = 120.0
+
+
+class Session:
+    """What the clients of one ServiceClient share."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        user_metadata: dict[str, str] | None = None,
+        display_name: str | None = None,
+    ) -> None:
+        self.config = config
+        self.transport = Transport(config)
+        self.client_config = ClientConfigResponse()
+        self.session_id = ""
+        self.closed = False
+        self.model_seq_ids = itertools.count()
+        self.sampling_session_seq_ids = itertools.count()
+        self._user_metadata = user_metadata
+        self._display_name = display_name
+        self._lock = threading.Lock()
+        self._opening: Future[None] | None = None
+        # When the last client lets go, the transport must still be closed: on the loop, without holding the session.
+        weakref.finalize(self, _close_transport, self.transport).atexit = False
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the runtime once the session is open; a failure to open is its failure."""
+        if self.closed:
+            coroutine.close()
+            raise RuntimeError("ServiceClient is closed")
+        return start(self._after_open(coroutine))
+
+    async def _after_open(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            await self.opened()
+        except BaseException:
+            coroutine.close()
+            raise
+        return await coroutine
+
+    async def opened(self) -> None:
+        """Open the session if it is not open yet; a failed attempt is made anew by the next call."""
+        with self._lock:
+            if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+                self._opening = start(self._open())
+        await self._opening
+
+    async def _open(self) -> None:
+        hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
+        patience = self.config.first_contact_patience
+        self.client_config = await self.transport.call(protocol.CLIENT_CONFIG, hello, patience=patience)
+        request = CreateSessionRequest(
+            tags=list(self.config.tags),
+            user_metadata=self._user_metadata or {},
+            sdk_version=PROTOCOL_VERSION,
+            project_id=self.config.project_id,
+            display_name=self._display_name,
+        )
+        response: CreateSessionResponse = await self.transport.call(protocol.CREATE_SESSION, request)
+        self.session_id = response.session_id
+        for level, text in (
+            (logging.INFO, response.info_message),
+            (logging.WARNING, response.warning_message),
+            (logging.ERROR, response.error_message),
+        ):
+            if text:
+                logger.log(level, "%s", text)
+        runtime().task(_heartbeat(weakref.ref(self), self.session_id))
+
+    async def submit(self, op: Operation, request: Any, *, compress: bool = False) -> UntypedAPIFuture:
+        """Hand an operation to the server; the receipt names its future."""
+        receipt: UntypedAPIFuture = await self.transport.call(op, request, compress=compress)
+        return receipt
+
+    async def run(self, op: Operation, request: Any) -> Any:
+        """Submit an operation and wait for its result."""
+        submitted = time.monotonic()
+        receipt = await self.submit(op, request)
+        return await retrieve(self.transport, op, receipt.request_id, submitted)
+
+    async def finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
+        """Tell the server that this session is over, and let go of the connections."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            if self.session_id:
+                request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)
+                path = {"session_id": self.session_id}
+                await self.transport.call(protocol.FINISH_SESSION, request, path=path, timeout=10, patience=5)
+        except NotFoundError:
+            pass  # a server that knows no finish forgets the session by itself
+        except TinkerError as error:
+            logger.warning("the session could not be finished: %s", error)
+        finally:
+            await self.transport.close()
+
+
+def _close_transport(transport: Transport) -> None:
+    start(transport.close())
+
+
+async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
+    """Beat until the session is closed, dropped or gone on the server's side."""
+    request = SessionHeartbeatRequest(session_id=session_id)
+    heard = warned = time.monotonic()
+    while True:
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+        session = reference()
+        if session is None or session.closed:
+            return
+        transport = session.transport
+        del session
+        try:
+            await transport.call(protocol.SESSION_HEARTBEAT, request, timeout=10, patience=0)
+            heard = time.monotonic()
+        except APIStatusError as error:
+            if error.status_code == 410:
+                return
+        except TinkerError:
+            pass
+        if time.monotonic() - max(heard, warned) > SILENCE_SECONDS:
+            warned = time.monotonic()
+            logger.warning("the server has not answered a heartbeat for %.0f s", warned - heard)

@@ -1,0 +1,272 @@
+"""One HTTP exchange: headers, encoding, retries, typed errors. The only file that knows HTTP.
+
+An `Exchange` moves bytes: over sockets with aiohttp here, or straight into an ASGI application (`tinkex.local`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from tinkex import codec
+from tinkex._version import __version__
+from tinkex.config import Config, is_embedded
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    error_for,
+    is_retryable,
+)
+from tinkex.protocol import PREFIX, Operation
+
+if TYPE_CHECKING:
+    import aiohttp
+
+logger = logging.getLogger("tinkex")
+
+OFF_LOOP_BYTES = 64_000
+"""Bodies above this are encoded and decoded in a thread, so that the loop stays responsive."""
+CONFLICT_PATIENCE = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def content_type(self) -> str:
+        """The media type, or an empty string."""
+        return self.headers.get("content-type", "")
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds the server asks to wait, if it asks for no more than a minute."""
+        for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+            try:
+                seconds = float(self.headers[name]) * scale
+            except (KeyError, ValueError):
+                continue
+            return seconds if 0 < seconds <= 60 else None
+        return None
+
+
+class Exchange(Protocol):
+    """Moves one request and its reply."""
+
+    async def send(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+    ) -> Reply:
+        """Send; raise ConnectionError or TimeoutError when there is no reply. `headers` names come back lower-case."""
+
+    async def close(self) -> None:
+        """Release what is held."""
+
+
+class HttpExchange:
+    """Exchanges over sockets."""
+
+    def __init__(self, base_url: str) -> None:
+        self._base_url = base_url
+        self._session: aiohttp.ClientSession | None = None
+
+    def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None or self._session.closed:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        return self._session
+
+    async def send(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+    ) -> Reply:
+        """Send over HTTP/1.1."""
+        import aiohttp
+        from yarl import URL
+
+        session = self._open()
+        try:
+            async with session.request(
+                method,
+                URL(self._base_url + path, encoded=True),
+                data=body,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=5),
+                allow_redirects=False,
+            ) as response:
+                data = await response.read()
+                names = {name.lower(): value for name, value in response.headers.items()}
+                return Reply(response.status, names, data)
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer within {timeout:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionError(str(error) or type(error).__name__) from error
+
+    async def close(self) -> None:
+        """Close the pool."""
+        if self._session is not None:
+            await self._session.close()
+
+
+# A base URL whose scheme is listed here is served by the named factory instead of HTTP; imported when used.
+EMBEDDED_FACTORY = "tinkex.local:open_exchange"
+
+
+def open_exchange(config: Config) -> Exchange:
+    """The exchange a base URL asks for."""
+    if is_embedded(config.base_url):
+        module, name = EMBEDDED_FACTORY.split(":")
+        factory: Callable[[str], Exchange] = getattr(import_module(module), name)
+        return factory(config.base_url)
+    return HttpExchange(config.base_url)
+
+
+class Transport:
+    """`await transport.call(op, request)` gives a decoded response or raises a typed error."""
+
+    def __init__(self, config: Config, exchange: Exchange | None = None) -> None:
+        self.config = config
+        self.place = config.base_url if is_embedded(config.base_url) else urlsplit(config.base_url).netloc
+        self._exchange = exchange or open_exchange(config)
+        self._headers = {"User-Agent": f"tinkex/{__version__} (python)", "Accept": codec.JSON, **config.headers}
+        if config.api_key:
+            self._headers["X-API-Key"] = config.api_key
+
+    async def close(self) -> None:
+        """Release the connections."""
+        await self._exchange.close()
+
+    async def call(
+        self,
+        op: Operation,
+        request: Any = None,
+        *,
+        path: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        patience: float | None = None,
+        compress: bool = False,
+    ) -> Any:
+        """Make the exchange, trying again while that may help, and decode the answer."""
+        body = None if request is None else await _encode(request, compress)
+        key = {} if op.method == "GET" else {"X-Idempotency-Key": f"tinkex-{uuid.uuid4()}"}
+        merged = {**self._headers, **(body.headers if body else {}), **key, **(headers or {})}
+        url = PREFIX + "/" + op.path.format_map({k: quote(v, safe=":") for k, v in (path or {}).items()})
+        limit = self.config.timeout if timeout is None else timeout
+
+        async def attempt(number: int) -> Reply:
+            numbered = merged | {"X-Stainless-Retry-Count": str(number)}
+            return await self.send(op, url, numbered, body.data if body else None, limit)
+
+        reply = await self.persist(op, attempt, self.config.patience if patience is None else patience)
+        return self.decode(op, op.response, reply)
+
+    async def send(
+        self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+    ) -> Reply:
+        """One attempt: a reply with a good status, or a typed error."""
+        reply = await self.exchange(op, url, headers, body, timeout)
+        if reply.status >= 300:
+            raise self.refusal(op, reply)
+        return reply
+
+    async def exchange(
+        self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+    ) -> Reply:
+        """One attempt: whatever reply comes, or APIConnectionError when none does."""
+        try:
+            return await self._exchange.send(op.method, url, headers, body, timeout)
+        except TimeoutError as error:
+            raise APITimeoutError(f"{op.name} at {self.place}: {error}") from error
+        except ConnectionError as error:
+            raise APIConnectionError(
+                f"{op.name}: cannot reach {self.place}: {error}",
+                hint="check the base URL, and that the server is running",
+            ) from error
+
+    async def poll(self, op: Operation, request: Any, headers: Mapping[str, str], timeout: float) -> Reply:
+        """One attempt at a long poll, with all statuses returned: the caller knows what they mean."""
+        body = codec.encode(request)
+        merged = {**self._headers, **body.headers, **headers}
+        return await self.exchange(op, f"{PREFIX}/{op.path}", merged, body.data, timeout)
+
+    async def persist(self, op: Operation, attempt: Callable[[int], Awaitable[Reply]], patience: float) -> Reply:
+        """The retry policy: exponential with jitter, the server's Retry-After honoured, bounded by time."""
+        started, number = time.monotonic(), 0
+        while True:
+            try:
+                return await attempt(number)
+            except (APIConnectionError, APIStatusError) as error:
+                number += 1
+                error.attempts = number
+                delay = backoff(number, getattr(error, "retry_after", None))
+                allowed = CONFLICT_PATIENCE if getattr(error, "status_code", 0) == 409 else patience
+                if not is_retryable(error) or time.monotonic() - started + delay > allowed:
+                    raise _worn_out(error, number, time.monotonic() - started) from error.__cause__
+                if number == 1:
+                    logger.warning("%s; trying again for up to %.0f s", error.message, allowed)
+                await asyncio.sleep(delay)
+
+    def decode(self, op: Operation, kind: type[Any], reply: Reply) -> Any:
+        """Read a good answer; a bad one names the endpoint and what is wrong with it."""
+        try:
+            return codec.decode(kind, reply.body or b"{}", reply.content_type or codec.JSON)
+        except ValueError as error:
+            raise APIResponseValidationError(
+                f"{op.name} at {self.place}: the answer is not a {kind.__name__}: {error}", body=reply.body[:2000]
+            ) from error
+
+    def refusal(self, op: Operation, reply: Reply) -> APIStatusError:
+        """The error behind a bad status."""
+        body = _loads(reply.body)
+        detail = body.get("detail", body) if isinstance(body, dict) else body
+        return error_for(reply.status)(
+            f"{op.name} at {self.place}: {reply.status}: {detail}",
+            status_code=reply.status,
+            retry_after=reply.retry_after,
+            body=body,
+        )
+
+
+def backoff(failures: int, retry_after: float | None = None, first: float = 0.5, most: float = 10.0) -> float:
+    """Seconds to wait after the n-th failure in a row."""
+    delay: float = min(first * 2 ** (failures - 1), most) * random.uniform(0.75, 1.0)
+    return max(delay, retry_after or 0.0)
+
+
+async def _encode(request: Any, compress: bool) -> codec.Body:
+    size = getattr(request, "nbytes", 0)
+    if codec.has_protobuf(type(request)) or size > OFF_LOOP_BYTES:
+        return await asyncio.to_thread(codec.encode, request, compress=compress)
+    return codec.encode(request, compress=compress)
+
+
+def _loads(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body) if body else ""
+    except msgspec.DecodeError:
+        return body[:2000].decode(errors="replace")
+
+
+def _worn_out(error: Any, attempts: int, seconds: float) -> Any:
+    """The last error of a series, saying that it was one."""
+    if attempts > 1:
+        error.message = f"{error.message} (after {attempts} attempts in {seconds:.1f} s)"
+        error.args = (error.message,)
+    return error

@@ -1,0 +1,126 @@
+"""Shared fixtures: a small random Llama with a real tokenizer, servers over it, in process and on a socket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support import MODEL, serving
+
+if TYPE_CHECKING:
+    from tinkex import ServiceClient
+    from tinkex.engine import Engine
+
+CORPUS = ["the cat sat on the mat and the dog ran", "hello world, how are you today?", "12 + 34 = 46"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is written outside the test's own directories, nothing is fetched, no settings leak in."""
+    patch = pytest.MonkeyPatch()
+    home = tmp_path_factory.mktemp("home")
+    for name in [name for name in os.environ if name.startswith(("TINKER_", "TINKEX_"))]:
+        patch.delenv(name)
+    patch.setenv("HF_HOME", str(home / "hf"))
+    patch.setenv("HF_HUB_CACHE", str(home / "hf" / "hub"))
+    patch.setenv("HF_HUB_OFFLINE", "1")
+    patch.setenv("TINKEX_DATA_DIR", str(home / "data"))
+    patch.setenv("TINKER_TELEMETRY", "0")
+    patch.setenv("TOKENIZERS_PARALLELISM", "false")
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers, with a byte-level BPE tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server over the small model; shared, since sessions are independent of each other."""
+    from tinkex.engine.torch_engine import TorchEngine
+    from tinkex.local import publish_tokenizers
+
+    engine = TorchEngine({MODEL: model_dir})
+    publish_tokenizers(engine)
+    with serving(engine, tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def embedded_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same, inside the process."""
+    from tinkex import LocalBackend
+
+    with LocalBackend({MODEL: model_dir}, data_dir=tmp_path_factory.mktemp("embedded")) as backend:
+        yield backend.base_url
+
+
+@pytest.fixture(params=["socket", "embedded"])
+def base_url(request: pytest.FixtureRequest) -> str:
+    """Both ways to reach a server."""
+    url: str = request.getfixturevalue("server_url" if request.param == "socket" else "embedded_url")
+    return url
+
+
+@pytest.fixture
+def service(base_url: str) -> Iterator[ServiceClient]:
+    """A client of the small model's server, both ways."""
+    from tinkex import ServiceClient
+
+    with ServiceClient(base_url=base_url) as client:
+        yield client
+
+
+@pytest.fixture
+def fake_service(tmp_path: Path) -> Iterator[Callable[..., ServiceClient]]:
+    """Makes clients of an embedded server over the fake engine."""
+    from contextlib import ExitStack
+
+    from tinkex import LocalBackend, ServiceClient
+    from tinkex.engine.fake import FakeEngine
+
+    with ExitStack() as stack:
+
+        def make(engine: Engine | None = None, **options: Any) -> ServiceClient:
+            chosen = engine or FakeEngine()
+            backend = stack.enter_context(LocalBackend(data_dir=tmp_path, engine=chosen, **options))
+            return stack.enter_context(ServiceClient(base_url=backend.base_url))
+
+        yield make
