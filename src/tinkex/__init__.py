@@ -17,22 +17,56 @@ if TYPE_CHECKING:
     )
     from tinkex.errors import (
         APIConnectionError as APIConnectionError,
+    )
+    from tinkex.errors import (
         APIError as APIError,
+    )
+    from tinkex.errors import (
         APIResponseValidationError as APIResponseValidationError,
+    )
+    from tinkex.errors import (
         APIStatusError as APIStatusError,
+    )
+    from tinkex.errors import (
         APITimeoutError as APITimeoutError,
+    )
+    from tinkex.errors import (
         AuthenticationError as AuthenticationError,
+    )
+    from tinkex.errors import (
         BadRequestError as BadRequestError,
+    )
+    from tinkex.errors import (
         BillingError as BillingError,
+    )
+    from tinkex.errors import (
         ConfigurationError as ConfigurationError,
+    )
+    from tinkex.errors import (
         ConflictError as ConflictError,
+    )
+    from tinkex.errors import (
         GoneError as GoneError,
+    )
+    from tinkex.errors import (
         InternalServerError as InternalServerError,
+    )
+    from tinkex.errors import (
         NotFoundError as NotFoundError,
+    )
+    from tinkex.errors import (
         PermissionDeniedError as PermissionDeniedError,
+    )
+    from tinkex.errors import (
         RateLimitError as RateLimitError,
+    )
+    from tinkex.errors import (
         RequestFailedError as RequestFailedError,
+    )
+    from tinkex.errors import (
         TinkerError as TinkerError,
+    )
+    from tinkex.errors import (
         UnprocessableEntityError as UnprocessableEntityError,
     )
     from tinkex.futures import (
@@ -52,54 +86,140 @@ if TYPE_CHECKING:
     )
     from tinkex.types.checkpoints import (
         CheckpointType as CheckpointType,
+    )
+    from tinkex.types.checkpoints import (
         ParsedCheckpointTinkerPath as ParsedCheckpointTinkerPath,
     )
     from tinkex.types.inputs import (
         Datum as Datum,
+    )
+    from tinkex.types.inputs import (
         DmelChunk as DmelChunk,
+    )
+    from tinkex.types.inputs import (
         EncodedTextChunk as EncodedTextChunk,
+    )
+    from tinkex.types.inputs import (
         ImageAssetPointerChunk as ImageAssetPointerChunk,
+    )
+    from tinkex.types.inputs import (
         ImageChunk as ImageChunk,
+    )
+    from tinkex.types.inputs import (
         ModelInput as ModelInput,
+    )
+    from tinkex.types.inputs import (
         ModelInputChunk as ModelInputChunk,
     )
     from tinkex.types.sampling import (
         SampledSequence as SampledSequence,
+    )
+    from tinkex.types.sampling import (
         SampleRequest as SampleRequest,
+    )
+    from tinkex.types.sampling import (
         SampleResponse as SampleResponse,
+    )
+    from tinkex.types.sampling import (
         SamplingParams as SamplingParams,
+    )
+    from tinkex.types.sampling import (
         StopReason as StopReason,
     )
     from tinkex.types.tensors import (
         TensorData as TensorData,
+    )
+    from tinkex.types.tensors import (
         TensorDtype as TensorDtype,
     )
     from tinkex.types.training import (
         AdamOptimizerConfig as AdamOptimizerConfig,
+    )
+    from tinkex.types.training import (
         AdamParams as AdamParams,
+    )
+    from tinkex.types.training import (
         DimuonOptimizerConfig as DimuonOptimizerConfig,
+    )
+    from tinkex.types.training import (
         DimuonParams as DimuonParams,
+    )
+    from tinkex.types.training import (
         ForwardBackwardOutput as ForwardBackwardOutput,
+    )
+    from tinkex.types.training import (
         LoraConfig as LoraConfig,
+    )
+    from tinkex.types.training import (
         ModelID as ModelID,
+    )
+    from tinkex.types.training import (
         OptimParams as OptimParams,
+    )
+    from tinkex.types.training import (
         OptimStepRequest as OptimStepRequest,
+    )
+    from tinkex.types.training import (
         OptimStepResponse as OptimStepResponse,
     )
 
 _HOMES = {
     "tinkex.config": ["Config"],
-    "tinkex.errors": ["APIConnectionError", "APIError", "APIResponseValidationError", "APIStatusError", "APITimeoutError", "AuthenticationError", "BadRequestError", "BillingError", "ConfigurationError", "ConflictError", "GoneError", "InternalServerError", "NotFoundError", "PermissionDeniedError", "RateLimitError", "RequestFailedError", "TinkerError", "UnprocessableEntityError"],
+    "tinkex.errors": [
+        "APIConnectionError",
+        "APIError",
+        "APIResponseValidationError",
+        "APIStatusError",
+        "APITimeoutError",
+        "AuthenticationError",
+        "BadRequestError",
+        "BillingError",
+        "ConfigurationError",
+        "ConflictError",
+        "GoneError",
+        "InternalServerError",
+        "NotFoundError",
+        "PermissionDeniedError",
+        "RateLimitError",
+        "RequestFailedError",
+        "TinkerError",
+        "UnprocessableEntityError",
+    ],
     "tinkex.futures": ["Future"],
     "tinkex.local": ["LocalBackend"],
     "tinkex.sampling": ["SamplingClient"],
     "tinkex.service": ["ServiceClient"],
     "tinkex.training": ["TrainingClient"],
     "tinkex.types.checkpoints": ["CheckpointType", "ParsedCheckpointTinkerPath"],
-    "tinkex.types.inputs": ["Datum", "DmelChunk", "EncodedTextChunk", "ImageAssetPointerChunk", "ImageChunk", "ModelInput", "ModelInputChunk"],
-    "tinkex.types.sampling": ["SampledSequence", "SampleRequest", "SampleResponse", "SamplingParams", "StopReason"],
+    "tinkex.types.inputs": [
+        "Datum",
+        "DmelChunk",
+        "EncodedTextChunk",
+        "ImageAssetPointerChunk",
+        "ImageChunk",
+        "ModelInput",
+        "ModelInputChunk",
+    ],
+    "tinkex.types.sampling": [
+        "SampledSequence",
+        "SampleRequest",
+        "SampleResponse",
+        "SamplingParams",
+        "StopReason",
+    ],
     "tinkex.types.tensors": ["TensorData", "TensorDtype"],
-    "tinkex.types.training": ["AdamOptimizerConfig", "AdamParams", "DimuonOptimizerConfig", "DimuonParams", "ForwardBackwardOutput", "LoraConfig", "ModelID", "OptimParams", "OptimStepRequest", "OptimStepResponse"],
+    "tinkex.types.training": [
+        "AdamOptimizerConfig",
+        "AdamParams",
+        "DimuonOptimizerConfig",
+        "DimuonParams",
+        "ForwardBackwardOutput",
+        "LoraConfig",
+        "ModelID",
+        "OptimParams",
+        "OptimStepRequest",
+        "OptimStepResponse",
+    ],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -156,7 +276,6 @@ __all__ = [
     "UnprocessableEntityError",
     "__version__",
     "types",
-
 ]
 
 

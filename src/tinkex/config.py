@@ -61,9 +61,7 @@ class Config:
             )
         url = url or HOSTED_URL
         if not is_embedded(url) and urlsplit(url).scheme not in ("http", "https"):
-            raise ConfigurationError(
-                f"base URL {url!r} is not an http(s) address", hint='give a full URL, or "local"'
-            )
+            raise ConfigurationError(f"base URL {url!r} is not an http(s) address", hint='give a full URL, or "local"')
         if not key and not is_open(url):
             raise ConfigurationError(
                 f"{url} needs an API key",

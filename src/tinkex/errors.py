@@ -12,7 +12,7 @@
     │       └── RateLimitError 429 · InternalServerError >= 500
     └── RequestFailedError             the operation was accepted and then failed; `category` says whose fault it is
 
-Every error keeps what it knows as attributes (`status_code`, `request_id`, `attempts`, `hint`, …) and survives pickling.
+Every error keeps what it knows as attributes (`status_code`, `request_id`, `attempts`, `hint`, …), also when pickled.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ class APIStatusError(APIError):
         hint: str | None = None,
         **details: Any,
     ) -> None:
-        super().__init__(
-            message, body=body, request_id=request_id, attempts=attempts, hint=hint, **details
-        )
+        super().__init__(message, body=body, request_id=request_id, attempts=attempts, hint=hint, **details)
         self.status_code = status_code
         self.retry_after = retry_after
 

@@ -70,9 +70,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             asyncio.get_running_loop()
         except RuntimeError:
             return
-        warnings.warn(
-            "result() blocks the running event loop; await the future instead", RuntimeWarning, stacklevel=3
-        )
+        warnings.warn("result() blocks the running event loop; await the future instead", RuntimeWarning, stacklevel=3)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
@@ -185,7 +183,9 @@ def _failure(envelope: Mapping[str, Any], request_id: str, op: Operation) -> Req
     except ValueError:
         category = RequestErrorCategory.Unknown
     return RequestFailedError(
-        f"{op.name} failed ({category.value} error): {envelope['error']}", request_id=request_id, category=category
+        f"{op.name} failed ({category.value} error): {envelope['error']}",
+        request_id=request_id,
+        category=category,
     )
 
 

@@ -55,7 +55,8 @@ def make_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
         from tinkex.engine.torch_engine import TorchEngine
     except ImportError as error:
         raise ConfigurationError(
-            f"running models on this machine needs more packages: {error}", hint="pip install 'tinkex[local]'"
+            f"running models on this machine needs more packages: {error}",
+            hint="pip install 'tinkex[local]'",
         ) from error
     return TorchEngine(resolve_models(models))
 
@@ -115,7 +116,9 @@ class AsgiExchange:
         running = asyncio.create_task(self._app(request.scope, request.receive, request.send))
         try:
             async with asyncio.timeout(timeout):
-                await asyncio.wait({running, asyncio.ensure_future(request.complete.wait())}, return_when="FIRST_COMPLETED")
+                await asyncio.wait(
+                    {running, asyncio.ensure_future(request.complete.wait())}, return_when="FIRST_COMPLETED"
+                )
         except TimeoutError:
             raise TimeoutError(f"no answer within {timeout:g} s") from None
         finally:

@@ -1,7 +1,7 @@
 """Custom losses computed by the caller: any function of the log-probabilities, trained through cross-entropy.
 
-The server's cross-entropy is the plain sum of -weight * logprob, so weights of minus the loss's gradient make it compute
-that gradient. Torch is imported when a custom loss is used, not before.
+The server's cross-entropy is the plain sum of -weight * logprob, so weights of minus the loss's gradient make it
+compute that gradient. Torch is imported when a custom loss is used, not before.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,11 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "loss_fn_outputs": (2, "repeated ArrayRecord"),
         "metrics": (3, "map double"),
     },
-    "ArrayRecord": {"type_tag": (1, "string"), "fields": (2, "map BatchedTensor"), "num_datums": (3, "int64")},
+    "ArrayRecord": {
+        "type_tag": (1, "string"),
+        "fields": (2, "map BatchedTensor"),
+        "num_datums": (3, "int64"),
+    },
     "BatchedTensor": {
         "data": (1, "bytes"),
         "offsets": (2, "bytes"),
@@ -145,7 +150,7 @@ def _pool() -> Any:
 
 def _declare(entry: Any, fields: dict[str, tuple[int, str]]) -> None:
     """Fill one message of the descriptor. Oneofs of real unions come before those that proto3 makes for `optional`."""
-    for field, (_, spec) in fields.items():
+    for _, spec in fields.values():
         if spec.startswith("oneof ") and spec.split()[1] not in [o.name for o in entry.oneof_decl]:
             entry.oneof_decl.add(name=spec.split()[1])
     for field, (number, spec) in fields.items():
@@ -379,14 +384,14 @@ def _get_batch(source: Any, name: str) -> list[TensorData]:
     width = 2 if source.dtype == BFLOAT16 else 4 if source.dtype in (FLOAT32, INT32) else 8
     offsets = unpacked(source.offsets, "int64", f"offsets of result field {name!r}")
     bounds = (offsets // width).tolist()
-    if not bounds or bounds[-1] > values.size or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if not bounds or bounds[-1] > values.size or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"malformed protobuf: offsets of result field {name!r}")
     dtype = "float32" if values.dtype == np.float32 else "int64"
     trailing = list(source.trailing_shape)
     row = int(np.prod(trailing, dtype=np.int64)) if trailing else 1
     return [
         TensorData(values[a:b], dtype, [(b - a) // row if row else 0, *trailing])  # type: ignore[arg-type]
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in pairwise(bounds)
     ]
 
 

@@ -85,16 +85,18 @@ def _post(name: str, request: type[Any], response: type[Any], traffic: Traffic =
 
 CLIENT_CONFIG = _post("client_config", ClientConfigRequest, ClientConfigResponse, "session", "client/config")
 CLIENT_DYNAMIC_CONFIG = _post(
-    "client_dynamic_config", ClientConfigRequest, ClientDynamicConfigResponse, "session", "client/dynamic_config"
+    "client_dynamic_config",
+    ClientConfigRequest,
+    ClientDynamicConfigResponse,
+    "session",
+    "client/dynamic_config",
 )
 CREATE_SESSION = _post("create_session", CreateSessionRequest, CreateSessionResponse, "session")
 SESSION_HEARTBEAT = _post("session_heartbeat", SessionHeartbeatRequest, SessionHeartbeatResponse, "session")
 FINISH_SESSION = _post("finish_session", FinishSessionRequest, Empty, "session", "sessions/{session_id}/finish")
 CREATE_MODEL = _future("create_model", CreateModelRequest, CreateModelResponse, "CreateModel")
 GET_INFO = _post("get_info", GetInfoRequest, GetInfoResponse)
-FORWARD_BACKWARD = _future(
-    "forward_backward", ForwardBackwardRequest, ForwardBackwardOutput, "ForwardBackward"
-)
+FORWARD_BACKWARD = _future("forward_backward", ForwardBackwardRequest, ForwardBackwardOutput, "ForwardBackward")
 FORWARD = _future("forward", ForwardRequest, ForwardBackwardOutput, "Forward")
 OPTIM_STEP = _future("optim_step", OptimStepRequest, OptimStepResponse, "OptimStep")
 SAVE_WEIGHTS = _future("save_weights", SaveWeightsRequest, SaveWeightsResponse, "SaveWeights")

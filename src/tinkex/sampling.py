@@ -165,9 +165,7 @@ async def open_sampling_client(
         base_model=base_model,
         model_path=model_path,
     )
-    response: CreateSamplingSessionResponse = await session.transport.call(
-        protocol.CREATE_SAMPLING_SESSION, request
-    )
+    response: CreateSamplingSessionResponse = await session.transport.call(protocol.CREATE_SAMPLING_SESSION, request)
     return SamplingClient(
         session,
         sampling_session_id=response.sampling_session_id,

@@ -280,9 +280,7 @@ class ServiceClient:
     # ── the service ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _capabilities(self) -> GetServerCapabilitiesResponse:
-        answer: GetServerCapabilitiesResponse = await self._session.transport.call(
-            protocol.GET_SERVER_CAPABILITIES
-        )
+        answer: GetServerCapabilitiesResponse = await self._session.transport.call(protocol.GET_SERVER_CAPABILITIES)
         return answer
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:

@@ -335,18 +335,14 @@ class TrainingClient:
         request = SaveWeightsForSamplerRequest(
             model_id=self.model_id, path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
         )
-        saved: Future[SaveWeightsForSamplerResponseInternal] = self._put(
-            protocol.SAVE_WEIGHTS_FOR_SAMPLER, request
-        )
+        saved: Future[SaveWeightsForSamplerResponseInternal] = self._put(protocol.SAVE_WEIGHTS_FOR_SAMPLER, request)
 
         async def public() -> SaveWeightsForSamplerResponse:
             return SaveWeightsForSamplerResponse(path=(await saved).path or "")
 
         return start(public())
 
-    async def save_weights_for_sampler_async(
-        self, *args: Any, **kwargs: Any
-    ) -> Future[SaveWeightsForSamplerResponse]:
+    async def save_weights_for_sampler_async(self, *args: Any, **kwargs: Any) -> Future[SaveWeightsForSamplerResponse]:
         """Like `save_weights_for_sampler`; awaiting it gives the future."""
         return self.save_weights_for_sampler(*args, **kwargs)
 
@@ -354,9 +350,7 @@ class TrainingClient:
         request = SaveWeightsForSamplerRequest(
             model_id=self.model_id, sampling_session_seq_id=next(self._session.sampling_session_seq_ids)
         )
-        saved: Future[SaveWeightsForSamplerResponseInternal] = self._put(
-            protocol.SAVE_WEIGHTS_FOR_SAMPLER, request
-        )
+        saved: Future[SaveWeightsForSamplerResponseInternal] = self._put(protocol.SAVE_WEIGHTS_FOR_SAMPLER, request)
 
         async def client() -> SamplingClient:
             sampler = (await saved).sampling_session_id or ""
@@ -383,9 +377,7 @@ class TrainingClient:
     ) -> SamplingClient:
         """A sampler of a saved checkpoint."""
         return self._session.start(
-            open_sampling_client(
-                self._session, model_path=model_path, record_stability_info=record_stability_info
-            )
+            open_sampling_client(self._session, model_path=model_path, record_stability_info=record_stability_info)
         ).result()
 
     async def create_sampling_client_async(
@@ -393,9 +385,7 @@ class TrainingClient:
     ) -> SamplingClient:
         """A sampler of a saved checkpoint."""
         return await self._session.start(
-            open_sampling_client(
-                self._session, model_path=model_path, record_stability_info=record_stability_info
-            )
+            open_sampling_client(self._session, model_path=model_path, record_stability_info=record_stability_info)
         )
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> Future[LoadWeightsResponse]:
@@ -417,9 +407,7 @@ class TrainingClient:
         return self.load_state_with_optimizer(*args, **kwargs)
 
     def _load(self, path: str, optimizer: bool, token: str | None) -> Future[LoadWeightsResponse]:
-        request = LoadWeightsRequest(
-            model_id=self.model_id, path=path, optimizer=optimizer, weights_access_token=token
-        )
+        request = LoadWeightsRequest(model_id=self.model_id, path=path, optimizer=optimizer, weights_access_token=token)
         return self._put(protocol.LOAD_WEIGHTS, request)
 
     # ── about the run ────────────────────────────────────────────────────────────────────────────────────────────

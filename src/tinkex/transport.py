@@ -144,7 +144,11 @@ class Transport:
         self.config = config
         self.place = config.base_url if is_embedded(config.base_url) else urlsplit(config.base_url).netloc
         self._exchange = exchange or open_exchange(config)
-        self._headers = {"User-Agent": f"tinkex/{__version__} (python)", "Accept": codec.JSON, **config.headers}
+        self._headers = {
+            "User-Agent": f"tinkex/{__version__} (python)",
+            "Accept": codec.JSON,
+            **config.headers,
+        }
         if config.api_key:
             self._headers["X-API-Key"] = config.api_key
 
@@ -229,7 +233,8 @@ class Transport:
             return codec.decode(kind, reply.body or b"{}", reply.content_type or codec.JSON)
         except ValueError as error:
             raise APIResponseValidationError(
-                f"{op.name} at {self.place}: the answer is not a {kind.__name__}: {error}", body=reply.body[:2000]
+                f"{op.name} at {self.place}: the answer is not a {kind.__name__}: {error}",
+                body=reply.body[:2000],
             ) from error
 
     def refusal(self, op: Operation, reply: Reply) -> APIStatusError:

@@ -11,14 +11,16 @@ from pathlib import Path
 import click
 
 from tinkex.config import LOOPBACK
-from tinkex.local import DEFAULT_MODEL, default_data_dir, make_engine
+from tinkex.local import DEFAULT_MODEL, default_data_dir, make_engine, publish_tokenizers
 
 
 @click.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, help="Port to listen on; 0 picks a free one.")
 @click.option(
-    "--data-dir", type=click.Path(path_type=Path), help="Where checkpoints and facts are kept. [default: TINKEX_DATA_DIR]"
+    "--data-dir",
+    type=click.Path(path_type=Path),
+    help="Where checkpoints and facts are kept. [default: TINKEX_DATA_DIR]",
 )
 @click.option(
     "--model",
@@ -85,21 +87,25 @@ def _parse_model(text: str) -> tuple[str, str]:
 async def _serve(listener: socket.socket, data_dir: Path, models: dict[str, str], api_key: str | None) -> None:
     import uvicorn
 
-    from tinkex.local import publish_tokenizers
     from tinkex.server.app import create_app
 
     engine = make_engine(models)
     publish_tokenizers(engine)
+    names = ", ".join(model.name for model in engine.models())
+    access = "key required" if api_key else "open, no key needed"
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                url = _url(listener)
+                click.echo(f"tinkex serving at {url}  models: {names}  data: {data_dir}  ({access})")
+
     app = create_app(engine, data_dir, api_key=api_key)
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="on")
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if server.started:
-        names = ", ".join(model.name for model in engine.models())
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        access = "key required" if api_key else "open, no key needed"
-        click.echo(f"tinkex serving at http://{shown}:{port}  models: {names}  data: {data_dir}  ({access})")
-    await serving
+    await Server(config).serve(sockets=[listener])
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,7 +1,7 @@
 """What each operation does: one function per row of the table, over the server's state.
 
-A handler validates what must be known before anything is promised (and refuses with an HTTP status), then hands the work
-to the worker and returns a receipt. Whatever fails after that fails in band, in the future's result.
+A handler validates what must be known before anything is promised (and refuses with an HTTP status), then hands the
+work to the worker and returns a receipt. Whatever fails after that fails in band, in the future's result.
 """
 
 from __future__ import annotations
@@ -542,9 +542,7 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
         state.engine.snapshot(run.model_id, sampler_id)
         state.loaded.add(sampler_id)
         state.store.add_sampler(Sampler(sampler_id, run.session_id, run.base_model, None, is_snapshot=True))
-        return SaveWeightsForSamplerResponseInternal(
-            sampling_session_id=sampler_id, type="save_weights_for_sampler"
-        )
+        return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id, type="save_weights_for_sampler")
 
     return await enqueue(state, call, request.model_id, request.seq_id, work)
 
@@ -693,7 +691,8 @@ def load_sampler(state: State, sampler: Sampler) -> str:
     if sampler.is_snapshot:
         if sampler.sampler_id not in state.loaded:
             raise Refusal(
-                410, f"the weights of sampler {sampler.sampler_id!r} went with their session; save them again"
+                410,
+                f"the weights of sampler {sampler.sampler_id!r} went with their session; save them again",
             )
         return sampler.sampler_id
     name = sampler.model_path or f"base/{sampler.base_model}"

@@ -7,6 +7,7 @@ has. The worker takes what the lanes release in turn with steps of sampling, so 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -112,7 +113,12 @@ class Worker:
         return done
 
     def _admit(
-        self, job: str, sampler: str, request: SampleRequest, seed: int, done: asyncio.Future[SampleResponse]
+        self,
+        job: str,
+        sampler: str,
+        request: SampleRequest,
+        seed: int,
+        done: asyncio.Future[SampleResponse],
     ) -> None:
         self.engine.sample_start(job, sampler, request, seed)
         self._samples[job] = done
@@ -158,10 +164,8 @@ class Worker:
 
     def _resolve(self, future: asyncio.Future[Any], outcome: Any) -> None:
         assert self._loop is not None
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
             self._loop.call_soon_threadsafe(_settle, future, outcome)
-        except RuntimeError:
-            pass  # the loop has been closed: nobody is left to tell
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
@@ -176,4 +180,3 @@ def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
 def _pass_failure(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
     if not source.cancelled() and (error := source.exception()) is not None and not target.done():
         target.set_exception(error)
-

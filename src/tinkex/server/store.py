@@ -135,7 +135,7 @@ class Store:
         )
 
     def session_state(self, session_id: str) -> str | None:
-        """ "active", "finished", or None when there is no such session."""
+        """Give "active", "finished", or None when there is no such session."""
         row = self._one("SELECT finished FROM sessions WHERE session_id = ?", session_id)
         return None if row is None else "active" if row["finished"] is None else "finished"
 
@@ -199,7 +199,11 @@ class Store:
         if row is None:
             return None
         return Sampler(
-            row["sampler_id"], row["session_id"], row["base_model"], row["model_path"], bool(row["is_snapshot"])
+            row["sampler_id"],
+            row["session_id"],
+            row["base_model"],
+            row["model_path"],
+            bool(row["is_snapshot"]),
         )
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────

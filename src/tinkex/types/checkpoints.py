@@ -36,7 +36,10 @@ class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
         if kind not in KINDS:
             raise ValueError(f"{path!r} has kind {kind!r}; expected one of {', '.join(KINDS)}")
         return cls(
-            tinker_path=path, training_run_id=run, checkpoint_type=KINDS[kind], checkpoint_id=f"{kind}/{name}"
+            tinker_path=path,
+            training_run_id=run,
+            checkpoint_type=KINDS[kind],
+            checkpoint_id=f"{kind}/{name}",
         )
 
     @property

@@ -57,7 +57,7 @@ def _decode_bulk(kind: type[Any], value: Any) -> Any:
 def from_builtins(kind: type[T], value: Any) -> T:
     """Validate decoded JSON into a record or bulk type; errors are `ValueError` and carry the path."""
     if hasattr(kind, "from_wire"):
-        return value if isinstance(value, kind) else kind.from_wire(value)  # type: ignore[attr-defined,no-any-return]
+        return value if isinstance(value, kind) else kind.from_wire(value)  # type: ignore[attr-defined]
     return msgspec.convert(value, kind, dec_hook=_decode_bulk)
 
 

@@ -125,7 +125,13 @@ class SampledSequence:
         return f"SampledSequence({len(self.tokens)} tokens, stop_reason={self.stop_reason!r})"
 
     def __reduce__(self) -> Any:
-        state = (self.stop_reason, self.sequence_id, self.tokens_np, self.logprobs_np, self.topk_logprobs_np)
+        state = (
+            self.stop_reason,
+            self.sequence_id,
+            self.tokens_np,
+            self.logprobs_np,
+            self.topk_logprobs_np,
+        )
         return (type(self), state)
 
 

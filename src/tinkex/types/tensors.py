@@ -38,7 +38,7 @@ class TensorData:
         [1, 2]
     """
 
-    __slots__ = ("_crow", "_col", "_values", "dtype", "shape")
+    __slots__ = ("_col", "_crow", "_values", "dtype", "shape")
 
     def __init__(
         self,

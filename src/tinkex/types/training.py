@@ -52,7 +52,7 @@ class OptimizerConfigBase:
         """Read the JSON form, as the class that its `type` names."""
         if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
             raise ValueError("an optimizer must be an object with a type")
-        kind = next((known for known in cls.__subclasses__() if known.KIND == value["type"]), cls)  # type: ignore[attr-defined]
+        kind = next((known for known in cls.__subclasses__() if value["type"] == known.KIND), cls)  # type: ignore[attr-defined]
         return kind(**value)
 
     def model_dump(self, **_: Any) -> dict[str, Any]:

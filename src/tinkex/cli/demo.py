@@ -1,0 +1,314 @@
+"""`tinkex demo`: a small model learns two-digit addition, first from examples, then from rewards alone.
+
+Everything goes through the public client, so the same command runs against any other server with `--base-url`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import tinkex
+from tinkex.cli.plot import plot
+from tinkex.config import is_embedded
+from tinkex.models import addition
+from tinkex.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams
+
+STORY = "Once upon a time"
+SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the model is taught."""
+
+    rank: int = 32
+    examples_per_step: int = 128
+    supervised_steps: int = 60
+    supervised_rate: float = 3e-3
+    reward_steps: int = 15
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 8
+    reward_rate: float = 5e-4
+    held_out: int = 256
+
+
+QUICK = Recipe(supervised_steps=3, reward_steps=2, examples_per_step=16, prompts_per_step=4, held_out=24)
+
+
+@dataclass
+class Counter:
+    """Tokens and the time they took."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @contextlib.contextmanager
+    def timing(self) -> Iterator[None]:
+        """Add the time spent inside."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Demo:
+    """One run of the demo."""
+
+    service: tinkex.ServiceClient
+    model: str
+    recipe: Recipe
+    console: Console
+    random: random.Random
+    trained: Counter = field(default_factory=Counter)
+    sampled: Counter = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        """Start the training run and pick the problems."""
+        self.client = self.service.create_lora_training_client(self.model, rank=self.recipe.rank, seed=0)
+        self.tokenizer = self.client.get_tokenizer(backend="tokenizers")
+        self.problems = addition.training_problems()
+        held_out = addition.held_out_problems()
+        self.held_out = self.random.sample(held_out, min(self.recipe.held_out, len(held_out)))
+        self.stop = self.tokenizer.encode(addition.STOP, add_special_tokens=False)[-1:]
+
+    # ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def ask(
+        self,
+        sampler: tinkex.SamplingClient,
+        problems: Sequence[tuple[int, int]],
+        samples: int,
+        temperature: float,
+    ) -> list[list[SampledSequence]]:
+        """Answers to problems, all asked at once."""
+        params = SamplingParams(
+            max_tokens=addition.MAX_ANSWER_TOKENS,
+            temperature=temperature,
+            stop=list(self.stop),
+            seed=self.random.getrandbits(31),
+        )
+        with self.sampled.timing():
+            futures = [
+                sampler.sample(ModelInput.from_ints(self.tokenizer.encode(addition.prompt(a, b))), samples, params)
+                for a, b in problems
+            ]
+            answers = [future.result().sequences for future in futures]
+        self.sampled.tokens += sum(len(sequence.tokens) for group in answers for sequence in group)
+        return answers
+
+    def text(self, sequence: SampledSequence) -> str:
+        """A sample as text."""
+        return str(self.tokenizer.decode(sequence.tokens, skip_special_tokens=True))
+
+    def examine(self, sampler: tinkex.SamplingClient) -> tuple[float, list[str]]:
+        """Greedy accuracy on the held-out problems, and the first few answers."""
+        answers = [self.text(group[0]) for group in self.ask(sampler, self.held_out, 1, 0.0)]
+        right = [addition.reward(text, a, b) for text, (a, b) in zip(answers, self.held_out, strict=True)]
+        return sum(right) / len(right), answers[:SHOWN]
+
+    def story(self, sampler: tinkex.SamplingClient) -> str:
+        """A few sentences of the model's own."""
+        params = SamplingParams(max_tokens=48, temperature=0.7, seed=3)
+        response = sampler.sample(ModelInput.from_ints(self.tokenizer.encode(STORY)), 1, params).result()
+        return STORY + self.text(response.sequences[0])
+
+    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def example(self, a: int, b: int) -> Datum:
+        """A problem with its answer; only the answer is trained on."""
+        question = self.tokenizer.encode(addition.prompt(a, b))
+        answer = self.tokenizer.encode(addition.answer(a, b), add_special_tokens=False)
+        tokens = np.array([*question, *answer])
+        weights = np.zeros(tokens.size - 1, dtype=np.float32)
+        weights[len(question) - 1 :] = 1.0
+        return Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights})
+
+    def experience(self, problem: tuple[int, int], sample: SampledSequence, advantage: float) -> Datum:
+        """A sampled answer, weighted by how much better than its group it was."""
+        question = self.tokenizer.encode(addition.prompt(*problem))
+        assert sample.tokens_np is not None
+        assert sample.logprobs_np is not None
+        tokens = np.concatenate([question, sample.tokens_np])
+        logprobs, advantages = np.zeros((2, tokens.size - 1), dtype=np.float32)
+        logprobs[len(question) - 1 :] = sample.logprobs_np
+        advantages[len(question) - 1 :] = advantage
+        inputs = {"target_tokens": tokens[1:], "logprobs": logprobs, "advantages": advantages}
+        return Datum(ModelInput.from_ints(tokens[:-1]), inputs)
+
+    def step(self, data: list[Datum], loss: str, rate: float) -> float:
+        """One pass and one optimizer step, sent together; the summed loss."""
+        with self.trained.timing():
+            passed = self.client.forward_backward(data, loss)
+            stepped = self.client.optim_step(AdamParams(learning_rate=rate))
+            value = passed.result().metrics["loss:sum"]
+            stepped.result()
+        self.trained.tokens += sum(datum.model_input.length for datum in data)
+        return value
+
+    def supervise(self) -> list[float]:
+        """Learn from right answers; the loss per problem at each step."""
+        recipe, losses = self.recipe, []
+        with progress(self.console, "learning from examples", "loss") as bar:
+            for step in bar.steps(recipe.supervised_steps):
+                problems = self.random.sample(self.problems, recipe.examples_per_step)
+                rate = recipe.supervised_rate * (1.0 - 0.9 * step / recipe.supervised_steps)
+                loss = self.step([self.example(a, b) for a, b in problems], "cross_entropy", rate)
+                losses.append(loss / len(problems))
+                bar.show(losses[-1])
+        return losses
+
+    def reinforce(self) -> list[float]:
+        """Learn from rewards alone; the mean reward at each step."""
+        recipe, rewards = self.recipe, []
+        with progress(self.console, "learning from rewards ", "reward") as bar:
+            for _ in bar.steps(recipe.reward_steps):
+                problems = self.random.sample(self.problems, recipe.prompts_per_step)
+                sampler = self.client.save_weights_and_get_sampling_client()
+                groups = self.ask(sampler, problems, recipe.samples_per_prompt, 1.0)
+                data: list[Datum] = []
+                scores = []
+                for problem, group in zip(problems, groups, strict=True):
+                    score = np.array([addition.reward(self.text(sample), *problem) for sample in group])
+                    scores.append(score.mean())
+                    if score.std() > 0:  # a group that agrees has nothing to teach
+                        advantages = score - score.mean()
+                        data += [self.experience(problem, *pair) for pair in zip(group, advantages, strict=True)]
+                rewards.append(float(np.mean(scores)))
+                if data:
+                    self.step(data, "importance_sampling", recipe.reward_rate)
+                bar.show(rewards[-1])
+        return rewards
+
+
+class _Bar:
+    """A progress bar that also shows the newest value."""
+
+    def __init__(self, progress: Progress, title: str, name: str) -> None:
+        self._progress, self._title, self._name = progress, title, name
+        self._task = progress.add_task(title, total=None, value="")
+
+    def steps(self, count: int) -> Iterator[int]:
+        """Count up, moving the bar."""
+        self._progress.update(self._task, total=count)
+        for step in range(count):
+            yield step
+            self._progress.advance(self._task)
+
+    def show(self, value: float) -> None:
+        """Show the newest value."""
+        self._progress.update(self._task, value=f"{self._name} {value:.3f}")
+
+
+@contextlib.contextmanager
+def progress(console: Console, title: str, name: str) -> Iterator[_Bar]:
+    """A bar with count, time and the newest value."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[value]}"), console=console) as shown:
+        yield _Bar(shown, title, name)
+
+
+@click.command()
+@click.option(
+    "--base-url",
+    help='Server to run against.  [default: TINKER_BASE_URL, else "local": inside this process]',
+)
+@click.option("--model", default="tinkex/tiny", show_default=True, help="Base model to teach.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the problems and the samples.")
+@click.option("--quick", is_flag=True, help="A few small steps only: shows that everything runs, teaches little.")
+def demo(base_url: str | None, model: str, seed: int, quick: bool) -> None:
+    """Watch a small model learn to add, on this machine.
+
+    A LoRA adapter learns two-digit addition, first from examples and then from rewards alone, and is tested on
+    problems that no training text contains. Takes about a minute and a half on two CPU cores.
+    """
+    import os
+
+    url = base_url or os.environ.get("TINKER_BASE_URL") or "local"
+    console = Console()
+    began = time.perf_counter()
+    with tinkex.ServiceClient(base_url=url) as service:
+        with console.status("starting the embedded backend …" if is_embedded(url) else f"connecting to {url} …"):
+            run = Demo(service, model, QUICK if quick else Recipe(), console, random.Random(seed))
+        place = "inside this process" if is_embedded(url) else f"at {url}"
+        console.print(f"[bold]tinkex {tinkex.__version__}[/]: {model} {place}, ready in {_since(began)}\n")
+        passed = _show(run, service, console)
+        console.print(f"finished in {_since(began)}")
+    if not passed and not quick:
+        raise click.exceptions.Exit(1)
+
+
+def _since(began: float) -> str:
+    return f"{time.perf_counter() - began:.1f} s"
+
+
+def _show(run: Demo, service: tinkex.ServiceClient, console: Console) -> bool:
+    """The demo from the first sample to the summary; whether the model learned in both parts."""
+    base = service.create_sampling_client(base_model=run.model)
+    console.print(f"[dim]the base model tells a story:[/] {run.story(base)}\n")
+    with console.status(f"testing the base model on {len(run.held_out)} held-out problems …"):
+        before, first_answers = run.examine(base)
+    console.print(f"greedy accuracy on {len(run.held_out)} held-out problems: [bold]{before:.1%}[/]\n")
+
+    losses = run.supervise()
+    console.print(plot(losses, label="loss per problem"), highlight=False)
+    middle, _ = run.examine(run.client.save_weights_and_get_sampling_client())
+    console.print(f"accuracy after the examples: [bold]{middle:.1%}[/]\n")
+
+    rewards = run.reinforce()
+    console.print(plot(rewards, label="mean reward"), highlight=False)
+    saved = run.client.save_weights_for_sampler("demo").result().path
+    state = run.client.save_state("demo").result().path
+    after, last_answers = run.examine(service.create_sampling_client(model_path=saved))
+    console.print(f"accuracy after the rewards: [bold]{after:.1%}[/]\n")
+
+    console.print(_answers(run, first_answers, last_answers))
+    console.print(_summary(run, before, middle, after))
+    _where(state, saved, console)
+    return before < middle < after and after > 0.8
+
+
+def _answers(run: Demo, before: list[str], after: list[str]) -> Table:
+    table = Table(title="held-out problems, before and after", title_justify="left")
+    for column in ("problem", "before", "after", "truth"):
+        table.add_column(column, justify="right")
+    for (a, b), old, new in zip(run.held_out[:SHOWN], before, after, strict=True):
+        table.add_row(f"{a} + {b}", _mark(old, a, b), _mark(new, a, b), str(a + b))
+    return table
+
+
+def _mark(text: str, a: int, b: int) -> str:
+    shown = text.strip().replace("\n", " ")[:12].replace("[", "(") or "(nothing)"
+    return f"[green]{shown} ✓[/]" if addition.reward(text, a, b) else f"[red]{shown} ✗[/]"
+
+
+def _summary(run: Demo, before: float, middle: float, after: float) -> Table:
+    table = Table(title="summary", title_justify="left", show_header=False)
+    table.add_row("accuracy: base model", f"{before:.1%}")
+    table.add_row("accuracy: after examples (supervised)", f"{middle:.1%}  ({middle - before:+.1%})")
+    table.add_row("accuracy: after rewards (reinforcement)", f"{after:.1%}  ({after - middle:+.1%})")
+    table.add_row("training", f"{run.trained.tokens:,} tokens, {run.trained.rate:,.0f} tokens/s")
+    table.add_row("sampling", f"{run.sampled.tokens:,} tokens, {run.sampled.rate:,.0f} tokens/s")
+    return table
+
+
+def _where(state: str, saved: str, console: Console) -> None:
+    rows: list[tuple[str, Any]] = [("to resume from", state), ("to sample from", saved)]
+    console.print("\n".join(f"checkpoint {purpose}: {path}" for purpose, path in rows), soft_wrap=True)
