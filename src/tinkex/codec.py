@@ -85,6 +85,8 @@ def decode(kind: type[T], data: bytes, content_type: str = JSON) -> T:
         raise ValueError(str(error)) from None
     except msgspec.DecodeError as error:
         raise ValueError(f"malformed JSON: {error}") from None
+    except (AttributeError, KeyError, TypeError) as error:  # from the types that read their own JSON
+        raise ValueError(f"malformed {kind.__name__}: {error!r}") from None
 
 
 def decompress(data: bytes, encoding: str | None, limit: int = MAX_BODY) -> bytes:
@@ -103,6 +105,6 @@ def decompress(data: bytes, encoding: str | None, limit: int = MAX_BODY) -> byte
         raise ValueError(f"malformed zstd body: {error}") from None
     if len(plain) > limit:
         raise ValueError(f"the body takes more than {limit} bytes decompressed")
-    if not decompressor.eof:
-        raise ValueError("malformed zstd body: it is truncated")
+    if not decompressor.eof or decompressor.unused_data:
+        raise ValueError("malformed zstd body: it is truncated, or more than one frame")
     return plain

@@ -19,6 +19,15 @@ def is_embedded(base_url: str) -> bool:
     return base_url == LOCAL or base_url.startswith(f"{LOCAL}:")
 
 
+def is_address(base_url: str) -> bool:
+    """Whether a base URL can be connected to: http or https, a host, and a port that is a number if there is one."""
+    try:
+        parts = urlsplit(base_url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
 def is_open(base_url: str) -> bool:
     """Whether a base URL may be used without a key: it never leaves this machine."""
     return is_embedded(base_url) or urlsplit(base_url).hostname in LOOPBACK
@@ -52,7 +61,7 @@ class Config:
         """Fill what was not given from the environment; raise ConfigurationError when nothing says where to go."""
         environment = os.environ
         url = (base_url or environment.get("TINKER_BASE_URL") or "").rstrip("/")
-        key = api_key or environment.get("TINKER_API_KEY") or None
+        key = (api_key or environment.get("TINKER_API_KEY") or "").strip() or None
         if not url and not key:
             raise ConfigurationError(
                 "no API key and no base URL: there is nothing to connect to",
@@ -60,7 +69,7 @@ class Config:
                 'or pass base_url="local" (or set TINKER_BASE_URL=local) to run on this machine without a key',
             )
         url = url or HOSTED_URL
-        if not is_embedded(url) and urlsplit(url).scheme not in ("http", "https"):
+        if not is_embedded(url) and not is_address(url):
             raise ConfigurationError(f"base URL {url!r} is not an http(s) address", hint='give a full URL, or "local"')
         if not key and not is_open(url):
             raise ConfigurationError(

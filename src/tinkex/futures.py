@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from tinkex import codec
-from tinkex.errors import APIConnectionError, APIStatusError, RequestFailedError
+from tinkex.errors import APIConnectionError, APIStatusError, RequestFailedError, is_retryable
 from tinkex.protocol import RETRIEVE_FUTURE, Operation
 from tinkex.runtime import Runtime, runtime
 from tinkex.transport import OFF_LOOP_BYTES, Reply, Transport, backoff
@@ -25,7 +25,7 @@ logger = logging.getLogger("tinkex")
 
 POLL_TIMEOUT = 45.0
 HELD = 1.0
-"""A 408 that the server held for this long is a long poll that ran out: poll again at once."""
+"""A poll that the server held for this long and left without a result has run out: poll again at once."""
 
 
 class Future(concurrent.futures.Future[T], Generic[T]):
@@ -105,55 +105,57 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     return future
 
 
+METADATA = object()
+"""The answer that says how large the result is, to be asked for again."""
+PENDING = object()
+"""The answer that says there is no result yet."""
+
+
 async def retrieve(transport: Transport, op: Operation, request_id: str, submitted: float) -> Any:
     """Poll until an operation has ended: its result, or RequestFailedError when it failed."""
-    wants_protobuf = op.result is not None and codec.has_protobuf(op.result)
-    headers = {
-        "Accept": codec.PROTOBUF if wants_protobuf else codec.JSON,
-        "X-Tinker-Request-Type": op.request_type,
-    }
-    iteration = failures = 0
+    iteration = failures = early = 0
     metadata_only, failing_since = True, 0.0
     while True:
         sent = time.monotonic()
-        extra = {"X-Tinker-Request-Iteration": str(iteration)}
+        headers = {"X-Tinker-Request-Iteration": str(iteration)}
         if iteration == 0:
-            extra["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{sent - submitted:.6f}"
+            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{sent - submitted:.6f}"
         iteration += 1
-        request = FutureRetrieveRequest(request_id=request_id, allow_metadata_only=metadata_only)
-        problem: APIConnectionError | APIStatusError
         try:
-            reply = await transport.poll(RETRIEVE_FUTURE, request, headers | extra, POLL_TIMEOUT)
-        except APIConnectionError as error:
-            problem = error
-        else:
-            if reply.status == 408 and time.monotonic() - sent >= HELD:
-                failures = 0
-                continue
-            if reply.status < 300:
-                answer = await _read(transport, op, reply, request_id)
-                if answer is not METADATA and answer is not PENDING:
-                    return answer
-                metadata_only = metadata_only and answer is not METADATA
-                if answer is METADATA or time.monotonic() - sent >= HELD:
-                    continue
-            problem = transport.refusal(op, reply)
-            if not (reply.status < 300 or reply.status in (408, 429) or reply.status >= 500):
-                problem.request_id = request_id
-                raise problem
-        failures += 1
-        failing_since = sent if failures == 1 else failing_since
-        pending = isinstance(problem, APIStatusError) and problem.status_code in (200, 408)
-        if not pending and time.monotonic() - failing_since > transport.config.patience:
-            problem.request_id, problem.attempts = request_id, failures
-            raise problem
-        if failures == 2 and not pending:
-            logger.warning("waiting for %s: %s; still trying", request_id, problem.message)
-        await asyncio.sleep(backoff(failures, getattr(problem, "retry_after", None), first=0.05 if pending else 0.5))
+            request = FutureRetrieveRequest(request_id=request_id, allow_metadata_only=metadata_only)
+            answer = await _ask(transport, op, request, headers)
+        except (APIConnectionError, APIStatusError) as error:
+            failures += 1
+            failing_since = failing_since if failures > 1 else sent
+            if not is_retryable(error) or time.monotonic() - failing_since > transport.config.patience:
+                error.request_id, error.attempts = request_id, failures
+                raise
+            if failures == 2:
+                logger.warning("waiting for %s: %s; still trying", request_id, error.message)
+            await asyncio.sleep(backoff(failures, getattr(error, "retry_after", None)))
+            continue
+        failures = 0
+        if answer is METADATA:
+            metadata_only = False
+        elif answer is not PENDING:
+            return answer
+        elif time.monotonic() - sent >= HELD:
+            early = 0
+        else:  # a server that does not hold polls must not be polled in a hot loop
+            early += 1
+            await asyncio.sleep(backoff(early, first=0.05, most=1.0))
 
 
-METADATA = object()
-PENDING = object()
+async def _ask(transport: Transport, op: Operation, request: FutureRetrieveRequest, headers: Mapping[str, str]) -> Any:
+    """One poll: a result, METADATA, PENDING, or an error that says what came instead."""
+    wants_protobuf = op.result is not None and codec.has_protobuf(op.result)
+    accept = {"Accept": codec.PROTOBUF if wants_protobuf else codec.JSON, "X-Tinker-Request-Type": op.request_type}
+    reply = await transport.poll(RETRIEVE_FUTURE, request, {**accept, **headers}, POLL_TIMEOUT)
+    if reply.status == 408:
+        return PENDING
+    if reply.status >= 300:
+        raise transport.refusal(op, reply)
+    return await _read(transport, op, reply, request.request_id)
 
 
 async def _read(transport: Transport, op: Operation, reply: Reply, request_id: str) -> Any:

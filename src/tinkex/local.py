@@ -51,6 +51,9 @@ def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
 
 def make_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
     """A torch engine over these models; each is loaded when first used."""
+    from tinkex.engine.openmp import calm_openmp
+
+    calm_openmp()
     try:
         from tinkex.engine.torch_engine import TorchEngine
     except ImportError as error:
@@ -114,15 +117,15 @@ class AsgiExchange:
             raise ConnectionError("the embedded backend is closed")
         request = _AsgiRequest(method, path, headers, body)
         running = asyncio.create_task(self._app(request.scope, request.receive, request.send))
+        answered = asyncio.create_task(request.complete.wait())
         try:
             async with asyncio.timeout(timeout):
-                await asyncio.wait(
-                    {running, asyncio.ensure_future(request.complete.wait())}, return_when="FIRST_COMPLETED"
-                )
+                await asyncio.wait({running, answered}, return_when="FIRST_COMPLETED")
         except TimeoutError:
             raise TimeoutError(f"no answer within {timeout:g} s") from None
         finally:
             request.disconnected.set()
+            answered.cancel()
             if not request.complete.is_set():
                 running.cancel()
         if not request.complete.is_set():
@@ -208,12 +211,15 @@ class LocalBackend:
         self.base_url = f"{LOCAL}:{next(self._numbers)}"
         self._exchange: AsgiExchange | None = None
         self._opening = asyncio.Lock()
+        self._closed = False
         self._users = 0
         _named[self.base_url] = self
 
     async def exchange(self) -> AsgiExchange:
         """The running application, started by whoever asks first."""
         async with self._opening:
+            if self._closed:
+                raise ConfigurationError(f"the embedded backend {self.base_url!r} is closed")
             if self._exchange is None:
                 app = await asyncio.to_thread(self._build)
                 exchange = AsgiExchange(app)
@@ -231,9 +237,11 @@ class LocalBackend:
     async def aclose(self) -> None:
         """Stop; what was saved stays."""
         _named.pop(self.base_url, None)
-        if self._exchange is not None:
-            exchange, self._exchange = self._exchange, None
-            await exchange.close()
+        async with self._opening:
+            self._closed = True
+            if self._exchange is not None:
+                exchange, self._exchange = self._exchange, None
+                await exchange.close()
 
     def close(self) -> None:
         """Stop; what was saved stays."""

@@ -21,6 +21,7 @@ from tinkex.types.inputs import (
     ImageChunk,
     ModelInput,
     ModelInputChunk,
+    text_chunk,
 )
 from tinkex.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.types.tensors import Array, TensorData
@@ -29,6 +30,7 @@ from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, F
 PACKAGE = "tinker_public"
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 STOP, LENGTH = 0, 1
+MAX_DATUMS = 1 << 24
 
 ENUMS: dict[str, list[str]] = {
     "StopReason": ["STOP", "LENGTH"],
@@ -250,11 +252,14 @@ def get_tensor(source: Any, what: str) -> TensorData:
     raw = source.dense if encoding == "dense" else source.sparse_csr.values
     values = get_values(raw, source.dtype, what)
     dtype = "float32" if values.dtype == np.float32 else "int64"
-    if encoding == "dense":
-        return TensorData(values, dtype, shape or None)  # type: ignore[arg-type]
-    crow = unpacked(source.sparse_csr.crow_indices, "int64", what)
-    col = unpacked(source.sparse_csr.col_indices, "int64", what)
-    return TensorData(values, dtype, shape, crow, col)  # type: ignore[arg-type]
+    crow = col = None
+    if encoding != "dense":
+        crow = unpacked(source.sparse_csr.crow_indices, "int64", what)
+        col = unpacked(source.sparse_csr.col_indices, "int64", what)
+    try:
+        return TensorData(values, dtype, shape or None, crow, col)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"malformed protobuf: {what}: {error}") from None
 
 
 # ── forward_backward ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -320,13 +325,10 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
 
 def _get_datum(source: Any, index: int) -> Datum:
     chunks = [_get_chunk(chunk, index) for chunk in source.model_input]
-    try:
-        tensors = {
-            name: get_tensor(tensor, f"data[{index}].loss_fn_inputs[{name!r}]")
-            for name, tensor in source.loss_fn_inputs.items()
-        }
-    except ValueError as error:
-        raise ValueError(f"data[{index}]: {error}") from None
+    tensors = {
+        name: get_tensor(tensor, f"data[{index}].loss_fn_inputs[{name!r}]")
+        for name, tensor in source.loss_fn_inputs.items()
+    }
     return Datum(ModelInput(chunks=chunks), tensors)
 
 
@@ -334,7 +336,7 @@ def _get_chunk(source: Any, index: int) -> ModelInputChunk:
     match source.WhichOneof("chunk"):
         case "encoded_text":
             tokens = unpacked(source.encoded_text.tokens, "int32", f"data[{index}].model_input")
-            return EncodedTextChunk(tokens=tokens)
+            return text_chunk(tokens)
         case "image":
             expected = source.image.expected_tokens if source.image.HasField("expected_tokens") else None
             return ImageChunk(data=source.image.data, format=source.image.format, expected_tokens=expected)
@@ -374,6 +376,8 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
         count = record.num_datums or max((len(rows) for rows in fields.values()), default=0)
         if any(len(rows) != count for rows in fields.values()):
             raise ValueError("malformed protobuf: the fields of a result differ in their number of datums")
+        if not 0 <= count <= MAX_DATUMS:
+            raise ValueError(f"malformed protobuf: a result of {count} datums")
         outputs.extend({name: rows[i] for name, rows in fields.items()} for i in range(count))
     kind = wire.loss_fn_output_type.rsplit(":", 1)[-1]
     return ForwardBackwardOutput(kind, outputs, dict(wire.metrics))

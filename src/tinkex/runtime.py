@@ -6,6 +6,7 @@ It starts when first needed, is a daemon, and is forgotten in a forked child, wh
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import os
 import threading
@@ -13,6 +14,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+EXIT_SECONDS = 30.0
+"""How long the end of a program waits for what still runs: an interpreter that ends under a busy engine crashes."""
 
 
 class Runtime:
@@ -27,6 +31,19 @@ class Runtime:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+    def stop(self) -> None:
+        """End what runs on the loop, give it a moment to clean up, and end the thread."""
+        asyncio.run_coroutine_threadsafe(self._wind_up(), self.loop)
+        self._thread.join(EXIT_SECONDS)
+
+    async def _wind_up(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=EXIT_SECONDS)
+        self.loop.stop()
 
     @property
     def is_current(self) -> bool:
@@ -82,11 +99,14 @@ def runtime() -> Runtime:
     with _lock:
         if _current is None:
             _current = Runtime()
+            atexit.register(_current.stop)
         return _current
 
 
 def _forget() -> None:
     global _current, _lock
+    if _current is not None:
+        atexit.unregister(_current.stop)
     _current, _lock = None, threading.Lock()
 
 

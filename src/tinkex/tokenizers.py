@@ -47,7 +47,10 @@ def _load(name: str, backend: str) -> Any:
     if backend == "transformers":
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(str(source or repository))
+        try:
+            return AutoTokenizer.from_pretrained(str(source or repository))
+        except OSError as error:
+            raise _unavailable(repository, error) from error
     return Tokenizer.from_directory(source or _from_hub(repository))
 
 
@@ -67,10 +70,14 @@ def _from_hub(repository: str) -> Path:
     try:
         return Path(hf_hub_download(repository, "tokenizer.json")).parent
     except Exception as error:
-        raise ConfigurationError(
-            f"the tokenizer of {repository!r} is neither on this machine nor could it be downloaded: {error}",
-            hint="pass a directory that holds tokenizer.json, or download the model once",
-        ) from error
+        raise _unavailable(repository, error) from error
+
+
+def _unavailable(repository: str, error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"the tokenizer of {repository!r} is neither on this machine nor could it be downloaded: {error}",
+        hint="pass a directory that holds tokenizer.json, or download the model once",
+    )
 
 
 class Tokenizer:

@@ -230,9 +230,11 @@ class TrainingClient:
             A future of the outputs; `metrics["loss:sum"]` is the custom loss.
 
         Raises:
-            ValueError: A datum has no target tokens.
+            ValueError: There is no data, or a datum has no target tokens.
         """
         originals = list(data)
+        if not originals:
+            raise ValueError("data is empty: there is nothing to compute")
         prepared = losses.forward_data(originals)
 
         async def turn() -> Fetch[ForwardBackwardOutput]:

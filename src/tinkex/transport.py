@@ -26,6 +26,7 @@ from tinkex.errors import (
     APIResponseValidationError,
     APIStatusError,
     APITimeoutError,
+    TinkerError,
     error_for,
     is_retryable,
 )
@@ -144,6 +145,7 @@ class Transport:
         self.config = config
         self.place = config.base_url if is_embedded(config.base_url) else urlsplit(config.base_url).netloc
         self._exchange = exchange or open_exchange(config)
+        self._closed = False
         self._headers = {
             "User-Agent": f"tinkex/{__version__} (python)",
             "Accept": codec.JSON,
@@ -153,7 +155,8 @@ class Transport:
             self._headers["X-API-Key"] = config.api_key
 
     async def close(self) -> None:
-        """Release the connections."""
+        """Release the connections; whoever still waits for an answer is told."""
+        self._closed = True
         await self._exchange.close()
 
     async def call(
@@ -194,6 +197,8 @@ class Transport:
         self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | None, timeout: float
     ) -> Reply:
         """One attempt: whatever reply comes, or APIConnectionError when none does."""
+        if self._closed:
+            raise TinkerError(f"{op.name}: the client was closed before there was an answer")
         try:
             return await self._exchange.send(op.method, url, headers, body, timeout)
         except TimeoutError as error:
@@ -220,7 +225,7 @@ class Transport:
                 number += 1
                 error.attempts = number
                 delay = backoff(number, getattr(error, "retry_after", None))
-                allowed = CONFLICT_PATIENCE if getattr(error, "status_code", 0) == 409 else patience
+                allowed = min(CONFLICT_PATIENCE, patience) if getattr(error, "status_code", 0) == 409 else patience
                 if not is_retryable(error) or time.monotonic() - started + delay > allowed:
                     raise _worn_out(error, number, time.monotonic() - started) from error.__cause__
                 if number == 1:

@@ -6,11 +6,11 @@ Everything goes through the public client, so the same command runs against any 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import click
 import numpy as np
@@ -21,6 +21,7 @@ from rich.table import Table
 import tinkex
 from tinkex.cli.plot import plot
 from tinkex.config import is_embedded
+from tinkex.local import default_data_dir
 from tinkex.models import addition
 from tinkex.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams
 
@@ -33,17 +34,17 @@ class Recipe:
     """How the model is taught."""
 
     rank: int = 32
-    examples_per_step: int = 128
-    supervised_steps: int = 60
-    supervised_rate: float = 3e-3
-    reward_steps: int = 15
+    supervised_steps: int = 12
+    examples_per_step: int = 64
+    supervised_rate: float = 7e-4
+    reward_steps: int = 25
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
-    reward_rate: float = 5e-4
+    reward_rate: float = 7e-4
     held_out: int = 256
 
 
-QUICK = Recipe(supervised_steps=3, reward_steps=2, examples_per_step=16, prompts_per_step=4, held_out=24)
+QUICK = Recipe(supervised_steps=3, examples_per_step=16, reward_steps=2, prompts_per_step=4, held_out=24)
 
 
 @dataclass
@@ -126,7 +127,7 @@ class Demo:
 
     def story(self, sampler: tinkex.SamplingClient) -> str:
         """A few sentences of the model's own."""
-        params = SamplingParams(max_tokens=48, temperature=0.7, seed=3)
+        params = SamplingParams(max_tokens=120, temperature=0.7, seed=3)
         response = sampler.sample(ModelInput.from_ints(self.tokenizer.encode(STORY)), 1, params).result()
         return STORY + self.text(response.sequences[0])
 
@@ -167,10 +168,9 @@ class Demo:
         """Learn from right answers; the loss per problem at each step."""
         recipe, losses = self.recipe, []
         with progress(self.console, "learning from examples", "loss") as bar:
-            for step in bar.steps(recipe.supervised_steps):
+            for _ in bar.steps(recipe.supervised_steps):
                 problems = self.random.sample(self.problems, recipe.examples_per_step)
-                rate = recipe.supervised_rate * (1.0 - 0.9 * step / recipe.supervised_steps)
-                loss = self.step([self.example(a, b) for a, b in problems], "cross_entropy", rate)
+                loss = self.step([self.example(a, b) for a, b in problems], "cross_entropy", recipe.supervised_rate)
                 losses.append(loss / len(problems))
                 bar.show(losses[-1])
         return losses
@@ -237,10 +237,8 @@ def demo(base_url: str | None, model: str, seed: int, quick: bool) -> None:
     """Watch a small model learn to add, on this machine.
 
     A LoRA adapter learns two-digit addition, first from examples and then from rewards alone, and is tested on
-    problems that no training text contains. Takes about a minute and a half on two CPU cores.
+    problems that no training text contains. Takes about a minute on two CPU cores.
     """
-    import os
-
     url = base_url or os.environ.get("TINKER_BASE_URL") or "local"
     console = Console()
     began = time.perf_counter()
@@ -249,7 +247,7 @@ def demo(base_url: str | None, model: str, seed: int, quick: bool) -> None:
             run = Demo(service, model, QUICK if quick else Recipe(), console, random.Random(seed))
         place = "inside this process" if is_embedded(url) else f"at {url}"
         console.print(f"[bold]tinkex {tinkex.__version__}[/]: {model} {place}, ready in {_since(began)}\n")
-        passed = _show(run, service, console)
+        passed = _show(run, service, url, console)
         console.print(f"finished in {_since(began)}")
     if not passed and not quick:
         raise click.exceptions.Exit(1)
@@ -259,7 +257,7 @@ def _since(began: float) -> str:
     return f"{time.perf_counter() - began:.1f} s"
 
 
-def _show(run: Demo, service: tinkex.ServiceClient, console: Console) -> bool:
+def _show(run: Demo, service: tinkex.ServiceClient, url: str, console: Console) -> bool:
     """The demo from the first sample to the summary; whether the model learned in both parts."""
     base = service.create_sampling_client(base_model=run.model)
     console.print(f"[dim]the base model tells a story:[/] {run.story(base)}\n")
@@ -281,7 +279,7 @@ def _show(run: Demo, service: tinkex.ServiceClient, console: Console) -> bool:
 
     console.print(_answers(run, first_answers, last_answers))
     console.print(_summary(run, before, middle, after))
-    _where(state, saved, console)
+    _where(url, state, saved, console)
     return before < middle < after and after > 0.8
 
 
@@ -309,6 +307,7 @@ def _summary(run: Demo, before: float, middle: float, after: float) -> Table:
     return table
 
 
-def _where(state: str, saved: str, console: Console) -> None:
-    rows: list[tuple[str, Any]] = [("to resume from", state), ("to sample from", saved)]
-    console.print("\n".join(f"checkpoint {purpose}: {path}" for purpose, path in rows), soft_wrap=True)
+def _where(url: str, state: str, saved: str, console: Console) -> None:
+    console.print(f"checkpoint to resume from: {state}\ncheckpoint to sample from: {saved}", soft_wrap=True)
+    if is_embedded(url):
+        console.print(f"their files (PEFT format):  {default_data_dir() / 'checkpoints'}", soft_wrap=True)

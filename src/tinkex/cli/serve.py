@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
+import sqlite3
+import sys
 from pathlib import Path
 
 import click
 
 from tinkex.config import LOOPBACK
+from tinkex.engine import EngineError
 from tinkex.local import DEFAULT_MODEL, default_data_dir, make_engine, publish_tokenizers
 
 
@@ -60,13 +64,18 @@ def serve(
             f"listening on {host} would let anyone in: set TINKEX_SERVER_API_KEY, or listen on 127.0.0.1"
         )
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    places = dict(_parse_model(model) for model in models)
     try:
         listener = _listen(host, port)
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     os.environ["TINKEX_HUB_CACHE"] = "1" if hub_cache else "0"
-    places = dict(_parse_model(model) for model in models)
-    asyncio.run(_serve(listener, data_dir or default_data_dir(), places, api_key))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops cleanly, then passes the signal on
+    try:
+        with listener:
+            asyncio.run(_serve(listener, data_dir or default_data_dir(), places, api_key))
+    except (EngineError, OSError, sqlite3.Error) as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _listen(host: str, port: int) -> socket.socket:

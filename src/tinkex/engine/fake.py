@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tinkex.engine import BaseModel, EngineError, SampleDone
-from tinkex.types.inputs import Datum
 from tinkex.types.sampling import EMPTY_CELL, SampledSequence, SampleRequest, SampleResponse, TopkLogprobs
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from tinkex.types.inputs import Datum
 
 SIZE = 8
 STATE = "fake.json"
@@ -122,9 +125,7 @@ class FakeEngine:
         self._enter("load", adapter)
         target, fields = self._adapter(adapter), _read(directory)
         if fields["rank"] != target.lora.rank:
-            raise EngineError(
-                f"the saved adapter has rank {fields['rank']}, this one has {target.lora.rank}"
-            )
+            raise EngineError(f"the saved adapter has rank {fields['rank']}, this one has {target.lora.rank}")
         if optimizer and "step" not in fields:
             raise EngineError(f"{directory} has no optimizer state")
         target.weights, target.grad = np.array(fields["weights"]), None
@@ -139,9 +140,7 @@ class FakeEngine:
         """Make a sampler of saved weights, or of the bare base model."""
         self._enter("load_sampler", sampler)
         self._base(base_model)
-        self._samplers[sampler] = (
-            np.zeros(SIZE) if directory is None else np.array(_read(directory)["weights"])
-        )
+        self._samplers[sampler] = np.zeros(SIZE) if directory is None else np.array(_read(directory)["weights"])
 
     def drop_sampler(self, sampler: str) -> None:
         """Forget a sampler."""
@@ -234,9 +233,7 @@ def _arrays(index: int, datum: Datum) -> tuple[Array, Array]:
     for key, tensor in datum.loss_fn_inputs.items():
         found, expected = tensor.to_numpy().shape[0], datum.model_input.length
         if found != expected:
-            raise EngineError(
-                f"datum {index}: {key!r} has length {found} but the model input has length {expected}"
-            )
+            raise EngineError(f"datum {index}: {key!r} has length {found} but the model input has length {expected}")
     weights = datum.loss_fn_inputs.get("weights", datum.loss_fn_inputs.get("advantages"))
     return targets, np.ones(targets.shape) if weights is None else weights.to_numpy()
 
@@ -245,9 +242,7 @@ def _sequence(job: _Job, index: int, limit: int) -> SampledSequence:
     prompt = job.request.prompt.to_numpy()
     numbers = _hash(job.seed % 2**64, index, int(prompt.sum()), np.arange(limit))
     tokens = (numbers * 100).astype(np.int32) + 100
-    return SampledSequence(
-        "length", tokens_np=tokens, logprobs_np=_logprobs(job.weights, tokens, tokens).astype("f4")
-    )
+    return SampledSequence("length", tokens_np=tokens, logprobs_np=_logprobs(job.weights, tokens, tokens).astype("f4"))
 
 
 def _topk(prompt: Array, logprobs: Array, k: int) -> TopkLogprobs:

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from tinkex.engine import EngineError
-from tinkex.types.training import LoraConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tinkex.types.training import LoraConfig
 
 ALPHA = 32
 DEFAULT_SEED = 0
@@ -84,9 +87,7 @@ class Layout:
         self.scale = ALPHA / lora.rank
         self.linears = [linear for linear in linears if linear.group in groups]
         self.size = sum(
-            lora.rank * (w.shape[1] * len(x.sizes) + w.shape[0])
-            for x in self.linears
-            for w in [x.weight_ND]
+            lora.rank * (w.shape[1] * len(x.sizes) + w.shape[0]) for x in self.linears for w in [x.weight_ND]
         )
 
     @property
@@ -183,9 +184,7 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x_TD, low_TR = ctx.saved_tensors
         dlow_TR = _factor_gradients(grads[0], x_TD, low_TR, ctx.linear, ctx.factors, ctx.into)
-        dx = (
-            _input_gradient(grads[0], dlow_TR, ctx.linear, ctx.factors) if ctx.needs_input_grad[0] else None
-        )
+        dx = _input_gradient(grads[0], dlow_TR, ctx.linear, ctx.factors) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None
 
 
@@ -198,9 +197,7 @@ def lora_backward(
     into: Factors,
 ) -> torch.Tensor:
     """Add the gradients of A and B to `into`; returns the gradient of x."""
-    return _input_gradient(
-        dy_TN, _factor_gradients(dy_TN, x_TD, low_TR, linear, factors, into), linear, factors
-    )
+    return _input_gradient(dy_TN, _factor_gradients(dy_TN, x_TD, low_TR, linear, factors, into), linear, factors)
 
 
 def _factor_gradients(
@@ -213,9 +210,7 @@ def _factor_gradients(
 ) -> torch.Tensor:
     """Add the gradients of A and B to `into`; returns the gradient of x A^T."""
     dlows = []
-    for dy, low, b, db in zip(
-        _parts(dy_TN, linear), _each(low_TR, linear), factors.b_NR, into.b_NR, strict=True
-    ):
+    for dy, low, b, db in zip(_parts(dy_TN, linear), _each(low_TR, linear), factors.b_NR, into.b_NR, strict=True):
         db.add_(dy.t() @ low, alpha=factors.scale)
         dlows.append(dy @ b)
     dlow_TR = (dlows[0] if len(dlows) == 1 else torch.cat(dlows, dim=1)).mul_(factors.scale)
@@ -223,7 +218,5 @@ def _factor_gradients(
     return dlow_TR
 
 
-def _input_gradient(
-    dy_TN: torch.Tensor, dlow_TR: torch.Tensor, linear: Linear, factors: Factors
-) -> torch.Tensor:
+def _input_gradient(dy_TN: torch.Tensor, dlow_TR: torch.Tensor, linear: Linear, factors: Factors) -> torch.Tensor:
     return (dy_TN @ linear.weight_ND).addmm_(dlow_TR, factors.a_RD)

@@ -81,9 +81,7 @@ def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict[
     settings = dict(loss.config)
     for key, value in config.items():
         if key not in settings:
-            raise EngineError(
-                f"loss {name!r} has no setting {key!r}; known are {', '.join(settings) or 'none'}"
-            )
+            raise EngineError(f"loss {name!r} has no setting {key!r}; known are {', '.join(settings) or 'none'}")
         if isinstance(value, str) or not np.isfinite(value):
             raise EngineError(f"loss {name!r}: setting {key!r} must be a finite number, got {value!r}")
         settings[key] = float(value)
@@ -118,9 +116,7 @@ def read_tokens(model_input: ModelInput, where: str, context: int) -> Array:
     """The tokens of a text input that fits the context window."""
     for chunk in model_input.chunks:
         if not isinstance(chunk, EncodedTextChunk):
-            raise EngineError(
-                f"{where}: {MEDIA.get(chunk.type, chunk.type)} chunks are not supported by this model"
-            )
+            raise EngineError(f"{where}: {MEDIA.get(chunk.type, chunk.type)} chunks are not supported by this model")
     tokens = model_input.to_numpy()
     if tokens.size == 0:
         raise EngineError(f"{where}: the model input is empty")
@@ -132,9 +128,7 @@ def read_tokens(model_input: ModelInput, where: str, context: int) -> Array:
 def _targets(index: int, datum: Datum, length: int, loss: Loss) -> Array:
     allowed = {*KNOWN_INPUTS, *loss.inputs}
     if unknown := datum.loss_fn_inputs.keys() - allowed:
-        raise EngineError(
-            f"datum {index}: unknown input {min(unknown)!r}; allowed are {', '.join(sorted(allowed))}"
-        )
+        raise EngineError(f"datum {index}: unknown input {min(unknown)!r}; allowed are {', '.join(sorted(allowed))}")
     tensor = _present(index, datum, TARGETS)
     if tensor.dtype != "int64":
         raise EngineError(f"datum {index}: {TARGETS!r} must be int64, got {tensor.dtype}")
@@ -178,9 +172,7 @@ def _present(index: int, datum: Datum, key: str) -> TensorData:
 def _check_length(index: int, key: str, values: Array, length: int) -> None:
     found = values.shape[0] if values.ndim else 1
     if found != length or not values.ndim:
-        raise EngineError(
-            f"datum {index}: {key!r} has length {found} but the model input has length {length}"
-        )
+        raise EngineError(f"datum {index}: {key!r} has length {found} but the model input has length {length}")
 
 
 def _check_range(arrays: Sequence[Array], key: str, vocab: int) -> None:
@@ -190,9 +182,7 @@ def _check_range(arrays: Sequence[Array], key: str, vocab: int) -> None:
     for index, array in enumerate(arrays):
         bad = array[(array < 0) | (array >= vocab)]
         if bad.size:
-            raise EngineError(
-                f"datum {index}: {key!r} holds token {bad[0]}, outside the vocabulary of {vocab}"
-            )
+            raise EngineError(f"datum {index}: {key!r} holds token {bad[0]}, outside the vocabulary of {vocab}")
 
 
 def _check_finite(arrays: Sequence[Array], key: str) -> None:

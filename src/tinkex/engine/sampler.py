@@ -15,7 +15,6 @@ G key/value heads, C channels of a head, K likeliest tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,10 +37,13 @@ from tinkex.types.sampling import (
 from tinkex.types.tensors import Array, TensorData
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from tokenizers import Tokenizer
 
 MAX_RUNNING = 16
 MAX_SAMPLES = 1024
+MARGIN = 8
 ALTERNATIVES = 1 << 32
 """Alternative tokens of prompts draw from streams beyond those of any sample."""
 
@@ -76,9 +78,7 @@ def _mix(x: Array) -> Array:
     return mixed
 
 
-def choose(
-    logits_BV: torch.Tensor, uniforms_B: Array, params: SamplingParams
-) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(logits_BV: torch.Tensor, uniforms_B: Array, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """A token for each row, and the log-probabilities `[B, V]` they are reported from."""
     if params.temperature == 0:
         return logits_BV.argmax(-1), log_softmax(logits_BV)
@@ -98,9 +98,7 @@ def _invert(weights_BV: torch.Tensor, numbers_B1: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulated, numbers_B1 * cumulated[:, -1:], right=True)[:, 0]
 
 
-def _draw_truncated(
-    probs_BV: torch.Tensor, numbers_B1: torch.Tensor, params: SamplingParams
-) -> torch.Tensor:
+def _draw_truncated(probs_BV: torch.Tensor, numbers_B1: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Draw among the top_k likeliest, then among the fewest of those whose share reaches top_p."""
     vocab = probs_BV.shape[-1]
     if 0 < params.top_k < vocab:
@@ -108,9 +106,7 @@ def _draw_truncated(
     else:
         values, order = probs_BV.sort(dim=-1, descending=True, stable=True)
     before = values.cumsum(-1, dtype=torch.float64) - values
-    values = values.masked_fill(
-        before >= params.top_p * values.sum(-1, keepdim=True, dtype=torch.float64), 0
-    )
+    values = values.masked_fill(before >= params.top_p * values.sum(-1, keepdim=True, dtype=torch.float64), 0)
     return order.gather(1, _invert(values, numbers_B1)[:, None])[:, 0]
 
 
@@ -121,9 +117,7 @@ class StopRule:
     """Says which rows end with the token they have just got."""
 
     def __init__(self, source: Source, stop: str | Sequence[str | int] | None, rows: int) -> None:
-        items = (
-            [stop] if isinstance(stop, str) else sorted(source.eos_tokens) if stop is None else list(stop)
-        )
+        items = [stop] if isinstance(stop, str) else sorted(source.eos_tokens) if stop is None else list(stop)
         self._tokens = np.array([item for item in items if not isinstance(item, str)], dtype=np.int64)
         self._strings = [item for item in items if isinstance(item, str)]
         if "" in self._strings:
@@ -133,9 +127,7 @@ class StopRule:
     def __call__(self, rows: Array, tokens: Array) -> Array:
         """Whether each row, having got its token, is at its end."""
         if self._strings:
-            return np.array(
-                [self._said(row, token) for row, token in zip(rows, tokens.tolist(), strict=True)]
-            )
+            return np.array([self._said(row, token) for row, token in zip(rows, tokens.tolist(), strict=True)])
         return np.isin(tokens, self._tokens)
 
     def _said(self, row: int, token: int) -> bool:
@@ -144,19 +136,25 @@ class StopRule:
 
 
 class _Text:
-    """The end of a row's decoded text, which grows as whole characters become known."""
+    """The end of a row's decoded text, from as few tokens as a stop string can reach back over.
+
+    Decoding a suffix of the tokens can spoil its first characters (half a character, a stripped space): the margin.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        from tokenizers.decoders import DecodeStream
-
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=False)
-        self._tail = ""
+        self._tokens: list[int] = []
 
     def add(self, token: int, keep: int) -> str:
-        """The text after one more token: the new part and the `keep` characters before it."""
-        text = self._tail + (self._stream.step(self._tokenizer, token) or "")
-        self._tail = text[-keep:]
+        """The text after one more token: its part, and at least the `keep` characters before it."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        while len(self._decode(self._tokens[1:])) >= keep + MARGIN:
+            del self._tokens[0]
+        return text
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
 
@@ -173,9 +171,7 @@ class Cache:
         self._scale = config.head_dim**-0.5
         self._length = 0
 
-    def prefill(
-        self, layer: int, q_PHC: torch.Tensor, k_PGC: torch.Tensor, v_PGC: torch.Tensor
-    ) -> torch.Tensor:
+    def prefill(self, layer: int, q_PHC: torch.Tensor, k_PGC: torch.Tensor, v_PGC: torch.Tensor) -> torch.Tensor:
         """Attention of a whole prompt, which is kept."""
         self._length = k_PGC.shape[0]
         self._kv[layer, 0, 0, :, : self._length] = k_PGC.transpose(0, 1)
@@ -185,16 +181,13 @@ class Cache:
     def extend(self) -> int:
         """Make room for one more position and return it."""
         if self._length == self._kv.shape[4]:
-            room = torch.empty_like(
-                self._kv[..., : max(32, self._length // 2), :].expand(*self._kv.shape[:4], -1, -1)
-            )
+            *outer, _, channels = self._kv.shape
+            room = self._kv.new_empty(*outer, max(32, self._length // 2), channels)
             self._kv = torch.cat([self._kv, room], dim=4)
         self._length += 1
         return self._length - 1
 
-    def decode(
-        self, layer: int, q_BHC: torch.Tensor, k_BGC: torch.Tensor, v_BGC: torch.Tensor
-    ) -> torch.Tensor:
+    def decode(self, layer: int, q_BHC: torch.Tensor, k_BGC: torch.Tensor, v_BGC: torch.Tensor) -> torch.Tensor:
         """Attention of one new position per row; query heads of a group read its keys where they lie."""
         keys_BGSC, values_BGSC = self._kv[layer, :, :, :, : self._length]
         keys_BGSC[:, :, -1], values_BGSC[:, :, -1] = k_BGC, v_BGC
@@ -268,9 +261,7 @@ class PromptScores:
             prompt_logprobs_np=self.logprobs_P if self._wanted else None,
             topk_prompt_logprobs_np=self._topk if self._k else None,
             target_prompt_logprobs=None if self._targets is None else self._targets.tensor(),
-            prompt_alt_tokens=PromptAltTokens(*map(TensorData.from_numpy, self._alt))
-            if self._alternatives
-            else None,
+            prompt_alt_tokens=PromptAltTokens(*map(TensorData.from_numpy, self._alt)) if self._alternatives else None,
         )
 
 
@@ -287,9 +278,7 @@ class _Targets:
             return None
         shape, tokens = request.shape or [], request.values
         if request.dtype != "int64" or len(shape) != 2 or shape[0] != length - 1:
-            raise EngineError(
-                f"target_prompt_logprobs must be int64 of shape [{length - 1}, K], got {request!r}"
-            )
+            raise EngineError(f"target_prompt_logprobs must be int64 of shape [{length - 1}, K], got {request!r}")
         if tokens.size and (tokens.min() < -1 or tokens.max() >= vocab):
             raise EngineError(f"target_prompt_logprobs holds a token outside the vocabulary of {vocab}")
         counts = np.diff(request.csr[0]) if request.csr else np.full(shape[0], shape[1])
@@ -359,9 +348,7 @@ class Job:
 
     def _hidden(self, tokens: Array, positions: Array, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
         device = self._source.model.embed_VD.device
-        tokens_T, positions_T = (
-            torch.from_numpy(x.astype(np.int64)).to(device) for x in (tokens, positions)
-        )
+        tokens_T, positions_T = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (tokens, positions))
         return hidden_states(self._source.model, tokens_T, positions_T, attend, self._source.lora)
 
     def _logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
@@ -430,9 +417,7 @@ def _check(request: SampleRequest, prompt: Array, vocab: int) -> None:
         raise EngineError(f"prompt: token {prompt.max()} is outside the vocabulary of {vocab}")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if not 0 <= getattr(request, name) <= vocab:
-            raise EngineError(
-                f"{name} must be between 0 and the vocabulary size {vocab}, got {getattr(request, name)}"
-            )
+            raise EngineError(f"{name} must be between 0 and the vocabulary size {vocab}, got {getattr(request, name)}")
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and (last_n < 1 or not (request.prompt_logprobs or request.topk_prompt_logprobs)):
         raise EngineError("prompt_logprobs_last_n must be at least 1 and needs prompt_logprobs")

@@ -9,10 +9,9 @@ Axes: T packed tokens of a micro-batch, M targets (one or several per token), D 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,12 +21,19 @@ from tinkex.engine.decoder import BARE, Decoder, Lora, PackedAttention, hidden_s
 from tinkex.engine.lora import Factors, Gradients, Layout, Linear, lora_backward, lora_linear
 from tinkex.engine.losses import Examples, Loss, find_loss, read_examples
 from tinkex.engine.optim import AdamState, adamw, check
-from tinkex.types.inputs import Datum, LossFnOutput
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
 
-LOGITS_BUDGET = 1 << 22
-"""How many logits are computed at once; a micro-batch with no more than four times as many keeps them for backward."""
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tinkex.types.inputs import Datum, LossFnOutput
+
+LOGITS_BUDGET = 1 << 20
+"""How many logits are computed at once."""
+
+KEPT_LOGITS = 1 << 24
+"""A micro-batch with no more logits than this keeps them for backward; one with more computes them again."""
 
 
 class Adapter:
@@ -74,7 +80,7 @@ def run_pass(
     with torch.set_grad_enabled(backward):
         for indices in micro_batches(examples, micro_batch_tokens):
             _run(model, lora, Packed.of(examples, indices, model.embed_VD), loss, settings, results)
-    results.check(examples)
+    results.check()
     if scratch is not None:
         if not bool(torch.isfinite(scratch.sum())):
             raise EngineError("the gradient is not finite; nothing was added")
@@ -133,9 +139,7 @@ class Packed:
             runs=[(len(list(run)), length) for length, run in groupby(lengths)],
             rows_M=put([np.repeat(np.arange(per_token.size), per_token)], torch.int64),
             targets_M=put(targets, torch.int64),
-            inputs={
-                key: put([v[i].reshape(-1) for i in indices], floats) for key, v in examples.inputs.items()
-            },
+            inputs={key: put([v[i].reshape(-1) for i in indices], floats) for key, v in examples.inputs.items()},
         )
 
 
@@ -159,7 +163,7 @@ class Results:
         self.logprobs_M[where] = logprobs_M.detach().double().cpu().numpy()
         self.losses_M[where] = losses_M.detach().double().cpu().numpy()
 
-    def check(self, examples: Examples) -> None:
+    def check(self) -> None:
         """Refuse losses that overflowed, such as a ratio to a log-probability of -1000."""
         bad = np.flatnonzero(~np.isfinite(self.losses_M))
         if bad.size:
@@ -168,9 +172,7 @@ class Results:
 
     def output(self, examples: Examples, loss: Loss) -> ForwardBackwardOutput:
         """One record per datum, and the sums."""
-        columns = {"logprobs": self.logprobs_M} | (
-            {"elementwise_loss": self.losses_M} if loss.elementwise else {}
-        )
+        columns = {"logprobs": self.logprobs_M} | ({"elementwise_loss": self.losses_M} if loss.elementwise else {})
         singles = {name: column.astype(np.float32) for name, column in columns.items()}
         outputs: list[LossFnOutput] = []
         for index, targets in enumerate(examples.targets):
@@ -189,9 +191,7 @@ class Results:
 def _run(
     model: Decoder, lora: Lora, packed: Packed, loss: Loss, settings: Mapping[str, float], results: Results
 ) -> None:
-    hidden_TD = hidden_states(
-        model, packed.tokens_T, packed.positions_T, PackedAttention(packed.runs), lora
-    )
+    hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, PackedAttention(packed.runs), lora)
     logprobs_M = target_logprobs(model.head, hidden_TD, packed.rows_M, packed.targets_M, lora)
     losses_M = loss.function(logprobs_M, packed.inputs, settings)
     results.put(packed.indices, logprobs_M, losses_M)
@@ -232,9 +232,7 @@ class _TargetLogprobs(torch.autograd.Function):
         targets_M: torch.Tensor,
         lora: Lora,
     ) -> torch.Tensor:
-        keep = (
-            lora.gradients is not None and hidden_TD.shape[0] * head.weight_ND.shape[0] <= 4 * LOGITS_BUDGET
-        )
+        keep = lora.gradients is not None and hidden_TD.shape[0] * head.weight_ND.shape[0] <= KEPT_LOGITS
         out, kept = [], []
         for rows, span in _chunks(hidden_TD.shape[0], head, rows_M):
             logprobs_TV = log_softmax(lora_linear(hidden_TD[rows], head, lora.factors.get(head.name), None))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +17,9 @@ from tinkex.engine.decoder import Decoder, DecoderConfig, Layer, inverse_frequen
 from tinkex.engine.lora import ALPHA, GROUPS, Layout, Linear
 from tinkex.engine.optim import AdamState
 from tinkex.types.training import LoraConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -40,19 +42,20 @@ def resolve(source: str | Path) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(source, local_files_only=True, allow_patterns=CHECKPOINT_FILES))
+        cached = Path(snapshot_download(source, local_files_only=True, allow_patterns=CHECKPOINT_FILES))
     except LocalEntryNotFoundError:
-        if HF_HUB_OFFLINE:
-            raise EngineError(
-                f"{source} is not in the Hugging Face cache and HF_HUB_OFFLINE is set; "
-                "download it first (hf download) or give a directory"
-            ) from None
+        cached = None
+    if cached is not None and any(cached.glob("*.safetensors")):  # a cached tokenizer alone is no checkpoint
+        return cached
+    if HF_HUB_OFFLINE:
+        raise EngineError(
+            f"{source} is not in the Hugging Face cache and HF_HUB_OFFLINE is set; "
+            "download it first (hf download) or give a directory"
+        )
     try:
         return Path(snapshot_download(source, allow_patterns=CHECKPOINT_FILES))
     except Exception as error:
-        raise EngineError(
-            f"{source} is neither a directory nor a model that can be downloaded: {error}"
-        ) from error
+        raise EngineError(f"{source} is neither a directory nor a model that can be downloaded: {error}") from error
 
 
 def eos_tokens(directory: Path) -> frozenset[int]:
@@ -71,9 +74,7 @@ class _Tensors:
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         paths = sorted(directory.glob("model*.safetensors"))
         if not paths:
-            raise EngineError(
-                f"{directory} has no model*.safetensors; only safetensors checkpoints are read"
-            )
+            raise EngineError(f"{directory} has no model*.safetensors; only safetensors checkpoints are read")
         self._directory = directory
         self._where: dict[str, Any] = {}
         for path in paths:
@@ -87,12 +88,8 @@ class _Tensors:
 
     def _check_index(self) -> None:
         index = self._directory / "model.safetensors.index.json"
-        if index.exists() and (
-            lost := json.loads(index.read_text())["weight_map"].keys() - self._where.keys()
-        ):
-            raise EngineError(
-                f"{self._directory} lacks the shards of {len(lost)} tensors, such as {min(lost)}"
-            )
+        if index.exists() and (lost := json.loads(index.read_text())["weight_map"].keys() - self._where.keys()):
+            raise EngineError(f"{self._directory} lacks the shards of {len(lost)} tensors, such as {min(lost)}")
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor, which must have this shape."""
@@ -101,9 +98,7 @@ class _Tensors:
         self._unread.discard(name)
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
-            raise EngineError(
-                f"{self._directory}: {name} has shape {list(tensor.shape)}, expected {list(shape)}"
-            )
+            raise EngineError(f"{self._directory}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
         return tensor
 
     def finish(self, ignored: Iterable[str]) -> None:
@@ -145,14 +140,8 @@ def _layer(config: DecoderConfig, prefix: str, get: Callable[..., torch.Tensor])
         modules = [f"{prefix}{'self_attn' if group == 'attn' else 'mlp'}.{module}" for module in outputs]
         sizes = list(outputs.values())
         parts = [get(f"{module}.weight", size, inputs) for module, size in zip(modules, sizes, strict=True)]
-        biases = (
-            [get(f"{module}.bias", size) for module, size in zip(modules, sizes, strict=True)]
-            if bias
-            else []
-        )
-        return Linear(
-            prefix + name, group, torch.cat(parts), torch.cat(biases) if bias else None, modules, sizes
-        )
+        biases = [get(f"{module}.bias", size) for module, size in zip(modules, sizes, strict=True)] if bias else []
+        return Linear(prefix + name, group, torch.cat(parts), torch.cat(biases) if bias else None, modules, sizes)
 
     def head_norm(name: str) -> torch.Tensor | None:
         return get(f"{prefix}self_attn.{name}.weight", config.head_dim) if config.qk_norm else None
@@ -170,18 +159,14 @@ def _layer(config: DecoderConfig, prefix: str, get: Callable[..., torch.Tensor])
     )
 
 
-def save_adapter(
-    directory: Path, base_model: str, layout: Layout, state: AdamState, *, optimizer: bool
-) -> None:
+def save_adapter(directory: Path, base_model: str, layout: Layout, state: AdamState, *, optimizer: bool) -> None:
     """Write PEFT files, and optimizer state beside them, durably."""
     config = _peft_config(base_model, layout)
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     _write(directory / ADAPTER_WEIGHTS, _named(layout, state.weights, PREFIX), {"format": "pt"})
     names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     if optimizer:
-        moments = _named(layout, state.exp_avg, "exp_avg.") | _named(
-            layout, state.exp_avg_sq, "exp_avg_sq."
-        )
+        moments = _named(layout, state.exp_avg, "exp_avg.") | _named(layout, state.exp_avg_sq, "exp_avg_sq.")
         _write(directory / OPTIMIZER, moments, {"format": "pt", "step": str(state.step)})
         names.append(OPTIMIZER)
     for path in [*(directory / name for name in names), directory]:
@@ -259,9 +244,7 @@ def load_adapter(directory: Path, layout: Layout, like: torch.Tensor, *, optimiz
     weights, _ = _read_flat(directory / ADAPTER_WEIGHTS, layout, like, [PREFIX])
     if not optimizer:
         return AdamState.fresh(weights[0])
-    (exp_avg, exp_avg_sq), metadata = _read_flat(
-        directory / OPTIMIZER, layout, like, ["exp_avg.", "exp_avg_sq."]
-    )
+    (exp_avg, exp_avg_sq), metadata = _read_flat(directory / OPTIMIZER, layout, like, ["exp_avg.", "exp_avg_sq."])
     return AdamState(weights[0], exp_avg, exp_avg_sq, int(metadata["step"]))
 
 
@@ -272,11 +255,7 @@ def _read_flat(
     if not path.exists():
         raise EngineError(f"{path.parent} has no {path.name}")
     flats = [torch.empty(layout.size, dtype=like.dtype) for _ in prefixes]
-    views = {
-        name: view
-        for p, flat in zip(prefixes, flats, strict=True)
-        for name, view in _views(layout, flat, p)
-    }
+    views = {name: view for p, flat in zip(prefixes, flats, strict=True) for name, view in _views(layout, flat, p)}
     try:
         with safe_open(path, framework="pt") as opened:
             if differing := views.keys() ^ set(opened.keys()):
@@ -284,9 +263,7 @@ def _read_flat(
             for name, view in views.items():
                 tensor = opened.get_tensor(name)
                 if tensor.shape != view.shape:
-                    raise EngineError(
-                        f"{path}: {name} has shape {list(tensor.shape)}, expected {list(view.shape)}"
-                    )
+                    raise EngineError(f"{path}: {name} has shape {list(tensor.shape)}, expected {list(view.shape)}")
                 view.copy_(tensor)
             metadata = dict(opened.metadata() or {})
     except SafetensorError as error:

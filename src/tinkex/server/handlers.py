@@ -588,7 +588,12 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
     def work() -> LoadWeightsResponse:
         saved = find_checkpoint(state, request.path, "weights")
         new_run(state, model_id, session_id, request.base_model or saved.base_model, saved.lora, request)
-        state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
+        try:
+            state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
+        except BaseException:  # a run that is not what was asked for must not be trained by mistake
+            state.runs.pop(model_id, None)
+            state.engine.drop(model_id)
+            raise
         return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
 
     return promise_once(state, f"{model_id}:0", session_id, call, lambda: state.worker.run(work), model_id)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from tinkex.engine import Engine
+from tinkex.engine import Engine, EngineError
 from tinkex.types.sampling import SampleRequest, SampleResponse
 
 T = TypeVar("T")
@@ -83,6 +83,8 @@ class Worker:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._samples: dict[str, asyncio.Future[SampleResponse]] = {}
         self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._ended = asyncio.Event()
 
     def start(self) -> None:
         """Begin; must be called on the event loop that results go to."""
@@ -91,11 +93,12 @@ class Worker:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Finish what was given and end the thread; unfinished samples are dropped."""
+        """Finish what was given and end the thread; unfinished samples fail."""
         if self._thread is not None:
-            self._tasks.put(None)
-            await asyncio.to_thread(self._thread.join)
             self._thread = None
+            self._stopping = True
+            self._tasks.put(None)
+            await self._ended.wait()
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Queue a function for the worker; the future is resolved on the event loop."""
@@ -126,15 +129,17 @@ class Worker:
     def _run(self) -> None:
         while True:
             try:
-                task = self._tasks.get(block=not self.engine.sampling())
+                task = self._tasks.get(block=self._stopping or not self.engine.sampling())
             except queue.Empty:
                 pass
             else:
                 if task is None:
-                    return
+                    break
                 self._execute(task)
-            if self.engine.sampling():
+            if self.engine.sampling() and not self._stopping:
                 self._step()
+        self._fail_samples(EngineError("the server was stopped", "server"))
+        self._post(self._ended.set)
 
     def _execute(self, task: _Task) -> None:
         try:
@@ -163,9 +168,12 @@ class Worker:
         self._samples.clear()
 
     def _resolve(self, future: asyncio.Future[Any], outcome: Any) -> None:
+        self._post(_settle, future, outcome)
+
+    def _post(self, function: Callable[..., object], *args: object) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(_settle, future, outcome)
+            self._loop.call_soon_threadsafe(function, *args)
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any) -> None:

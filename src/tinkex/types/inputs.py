@@ -18,8 +18,6 @@ EMPTY = np.zeros(0, dtype=np.int32)
 
 def token_array(tokens: Any) -> Array:
     """Tokens as a flat int32 array; floats, nesting and values outside int32 are refused."""
-    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
-        return tokens
     try:
         array = np.asarray(tokens)
     except ValueError:
@@ -30,7 +28,7 @@ def token_array(tokens: Any) -> Array:
         raise ValueError(f"tokens must be a flat list of integers, got shape {array.shape} of {array.dtype}")
     if int(array.min()) < 0 or int(array.max()) > MAX_TOKEN:
         raise ValueError("token ids must lie between 0 and 2**31 - 1")
-    return array.astype(np.int32)
+    return array.astype(np.int32, copy=False)
 
 
 class EncodedTextChunk:
@@ -81,11 +79,14 @@ class EncodedTextChunk:
         return f"EncodedTextChunk(tokens={np.array2string(self.tokens_np, separator=', ', threshold=12)})"
 
     def __reduce__(self) -> Any:
-        return (_text_chunk, (self.tokens_np,))
+        return (text_chunk, (self.tokens_np,))
 
 
-def _text_chunk(tokens: Array) -> EncodedTextChunk:
-    return EncodedTextChunk(tokens=tokens)
+def text_chunk(tokens: Array) -> EncodedTextChunk:
+    """A chunk of an int32 array as it is: what comes off the wire is checked against the model it is for."""
+    chunk = EncodedTextChunk.__new__(EncodedTextChunk)
+    chunk.tokens_np = tokens
+    return chunk
 
 
 def _bytes_of(value: Any, name: str) -> bytes:

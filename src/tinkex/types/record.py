@@ -6,6 +6,7 @@ and may be fields of records. `to_builtins` and `from_builtins` convert either k
 
 from __future__ import annotations
 
+import base64
 import datetime as dt
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
@@ -39,6 +40,8 @@ def to_builtins(value: Any, *, keep_none: bool = False) -> Any:
         }
     if isinstance(value, Wired):
         return value.to_wire()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
         return {key: to_builtins(item, keep_none=keep_none) for key, item in value.items()}
     if isinstance(value, dt.datetime):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 TensorDtype: TypeAlias = Literal["int64", "float32"]
 Array: TypeAlias = npt.NDArray[Any]
 
+MAX_CELLS = 1 << 28
+"""Most cells a sparse tensor may stand for: it is read as a dense one."""
 DTYPES: dict[str, npt.DTypeLike] = {"int64": np.int64, "float32": np.float32}
 
 
@@ -66,12 +69,14 @@ class TensorData:
         if self.shape is not None and any(n < 0 for n in self.shape):
             raise ValueError(f"tensor shape {self.shape} has a negative dimension")
         if self._crow is None or self._col is None:
-            if self.shape is not None and int(np.prod(self.shape, dtype=np.int64)) != self._values.size:
+            if self.shape is not None and math.prod(self.shape) != self._values.size:
                 raise ValueError(f"tensor has {self._values.size} values but shape {self.shape}")
             return
         if self.shape is None or len(self.shape) != 2:
             raise ValueError("a sparse tensor needs a two-dimensional shape")
         rows, cols = self.shape
+        if rows * cols > MAX_CELLS:
+            raise ValueError(f"a sparse tensor of shape {self.shape} is too large: at most {MAX_CELLS} cells")
         well_formed = (
             self._crow.size == rows + 1
             and self._crow[0] == 0
@@ -144,6 +149,8 @@ class TensorData:
         if array.size == 0 and not isinstance(value, np.ndarray):
             array = array.astype(DTYPES[dtype or "float32"])
         elif dtype is not None and array.dtype.kind in "iubf" and not isinstance(value, np.ndarray):
+            if dtype == "int64" and array.dtype.kind == "f" and not np.all(array == np.floor(array)):
+                raise ValueError("expected integers")
             array = array.astype(DTYPES[dtype])
         return cls.from_numpy(array)
 
