@@ -53,7 +53,7 @@ def make_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
     """A torch engine over these models; each is loaded when first used."""
     from tinkex.engine.openmp import calm_openmp
 
-    calm_openmp()
+    calm_openmp()  # takes effect best before torch is imported
     try:
         from tinkex.engine.torch_engine import TorchEngine
     except ImportError as error:

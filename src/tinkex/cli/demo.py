@@ -37,9 +37,9 @@ class Recipe:
     supervised_steps: int = 12
     examples_per_step: int = 64
     supervised_rate: float = 7e-4
-    reward_steps: int = 25
-    prompts_per_step: int = 32
-    samples_per_prompt: int = 8
+    reward_steps: int = 30
+    prompts_per_step: int = 16
+    samples_per_prompt: int = 16
     reward_rate: float = 7e-4
     held_out: int = 256
 
@@ -127,9 +127,9 @@ class Demo:
 
     def story(self, sampler: tinkex.SamplingClient) -> str:
         """A few sentences of the model's own."""
-        params = SamplingParams(max_tokens=120, temperature=0.7, seed=3)
+        params = SamplingParams(max_tokens=120, temperature=0.7, seed=3, stop="\n")
         response = sampler.sample(ModelInput.from_ints(self.tokenizer.encode(STORY)), 1, params).result()
-        return STORY + self.text(response.sequences[0])
+        return (STORY + self.text(response.sequences[0])).strip()
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
-
-# Read once, when torch is loaded. By default OpenMP threads wait for each other by spinning; where another program
-# wants the same cores, that makes a pass take eight times as long (measured on two cores).
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
 from tinkex.engine import BaseModel, EngineError, SampleDone
 from tinkex.engine.decoder import BARE, Decoder, DecoderConfig, Lora
 from tinkex.engine.lora import Layout
+from tinkex.engine.openmp import calm_openmp
 from tinkex.engine.sampler import Job, Sampler, Source
 from tinkex.engine.trainer import Adapter, run_pass
 from tinkex.engine.weights import (
@@ -97,6 +93,7 @@ class TorchEngine:
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
         eager: bool = False,
     ) -> None:
+        calm_openmp()
         torch.set_num_threads(threads or torch.get_num_threads())
         where = torch.device(device)
         dtype = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)

@@ -1,0 +1,170 @@
+"""Small random checkpoints, written by transformers, and ways to build data, adapters and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tinkex.engine.torch_engine import TorchEngine
+from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
+from tinkex.types.training import LoraConfig
+
+VOCAB, CONTEXT = 96, 48
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.2,
+    "rms_norm_eps": 1e-3,  # large enough for its absence to show
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 0.1,  # of the four frequencies one is kept, one interpolated, two are divided
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+FAMILIES: dict[str, tuple[Callable[..., PreTrainedModel], PreTrainedConfig]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
+    "llama-tied": (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True)),
+    "llama-bias": (LlamaForCausalLM, LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)),
+    "llama3": (LlamaForCausalLM, LlamaConfig(**SMALL, rope_parameters=LLAMA3)),
+    "llama-linear": (LlamaForCausalLM, LlamaConfig(**SMALL, rope_parameters=LINEAR)),
+    "mistral": (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=None, head_dim=16)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16)),
+}
+
+Checkpoint: TypeAlias = Callable[[str], Path]
+Data: TypeAlias = Callable[..., list[Datum]]
+Sample: TypeAlias = Callable[..., SampleResponse]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """Byte-level pieces: ids 3 to 95 are printable ASCII and a few merges, so that stop strings can cross tokens."""
+    letters = [chr(code) for code in range(33, 33 + 86)]
+    vocab = {piece: index for index, piece in enumerate(["<pad>", "<s>", "</s>", "Ġ", *letters, "ab", "cd", "Ã", "©"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("c", "d")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Checkpoint:
+    """The directory of a small checkpoint of a family."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            torch.manual_seed(7)
+            kind, config = FAMILIES[family]
+            model = kind(config)
+            with torch.no_grad():  # norms and biases start at one and zero, where mistakes would not show
+                for name, parameter in model.named_parameters():
+                    if "norm" in name or name.endswith("bias"):
+                        parameter.add_(torch.randn_like(parameter) * 0.2)
+            model.save_pretrained(made[family])
+            tokenizer.save(str(made[family] / "tokenizer.json"))
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def engine(checkpoint: Checkpoint) -> TorchEngine:
+    """An engine with one small model and a fresh adapter `a`."""
+    engine = TorchEngine({"small": checkpoint("llama")}, threads=1)
+    engine.create("a", "small", LoraConfig(rank=4))
+    return engine
+
+
+@pytest.fixture
+def data() -> Data:
+    """Random data for any loss, of the lengths given."""
+
+    def make(*lengths: int, seed: int = 0, **inputs: Any) -> list[Datum]:
+        random = np.random.default_rng(seed)
+        return [
+            Datum(
+                ModelInput.from_ints(random.integers(0, VOCAB, length)),
+                {
+                    "target_tokens": random.integers(0, VOCAB, length),
+                    "weights": random.normal(size=length).astype(np.float32),
+                    "logprobs": (-4.5 + 0.3 * random.normal(size=length)).astype(np.float32),
+                    "advantages": random.normal(size=length).astype(np.float32),
+                    **inputs,
+                },
+            )
+            for length in lengths
+        ]
+
+    return make
+
+
+@pytest.fixture
+def sample() -> Sample:
+    """Run one request to its end."""
+
+    def run(
+        engine: TorchEngine,
+        prompt: list[int],
+        *,
+        sampler: str = "s",
+        seed: int = 1,
+        num_samples: int = 1,
+        request: dict[str, Any] | None = None,
+        **params: Any,
+    ) -> SampleResponse:
+        message = SampleRequest(
+            prompt=ModelInput.from_ints(prompt),
+            sampling_params=SamplingParams(**params),
+            num_samples=num_samples,
+            **(request or {}),
+        )
+        engine.sample_start("job", sampler, message, seed)
+        while engine.sampling():
+            for done in engine.sample_step():
+                if isinstance(done.result, Exception):
+                    raise done.result
+                return done.result
+        raise AssertionError("the job vanished")
+
+    return run

@@ -1,0 +1,447 @@
+"""Passes and steps against plain transformers, peft, autograd and torch.optim."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tinkex.engine import EngineError, decoder, trainer
+from tinkex.engine.optim import AdamState, adamw
+from tinkex.engine.torch_engine import TorchEngine
+from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.training import AdamParams, DimuonParams, LoraConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine.conftest import Checkpoint, Data
+    from tinkex.engine.trainer import Adapter
+
+LR = AdamParams(learning_rate=1e-2)
+
+
+def adapter_of(engine: TorchEngine, name: str = "a") -> Adapter:
+    return engine._adapters[name]
+
+
+def randomise(adapter: Adapter, seed: int = 3) -> None:
+    """B away from zero, else A has no gradient."""
+    noise = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(seed))
+    adapter.state = AdamState.fresh(adapter.state.weights + 0.03 * noise.to(adapter.state.weights.dtype))
+
+
+def gradients(adapter: Adapter) -> dict[str, torch.Tensor]:
+    assert adapter.grad is not None
+    return dict(adapter.layout.tensors(adapter.grad))
+
+
+def reference_loss(name: str, p: torch.Tensor, datum: Datum, settings: dict[str, float]) -> torch.Tensor:
+    inputs = {key: torch.from_numpy(value.to_numpy()).double() for key, value in datum.loss_fn_inputs.items()}
+    if name == "cross_entropy":
+        return -(inputs["weights"] * p).sum()
+    ratio = torch.exp(p - inputs["logprobs"])
+    if name == "importance_sampling":
+        return -(ratio * inputs["advantages"]).sum()
+    clipped = ratio.clip(settings.get("clip_low_threshold", 0.8), settings.get("clip_high_threshold", 1.2))
+    return -torch.min(ratio * inputs["advantages"], clipped * inputs["advantages"]).sum()
+
+
+def reference_run(
+    directory: Path, saved: Path, data: list[Datum], loss: str, settings: dict[str, float]
+) -> tuple[float, list[np.ndarray[Any, Any]], dict[str, torch.Tensor]]:
+    """Loss, log-probabilities and LoRA gradients by transformers, peft and autograd in float64."""
+    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    model = PeftModel.from_pretrained(base, str(saved), is_trainable=True, autocast_adapter_dtype=False).double()
+    total, logprobs = torch.zeros((), dtype=torch.float64), []
+    for datum in data:
+        logits = model(torch.from_numpy(datum.model_input.to_numpy()).long()[None]).logits[0]
+        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].to_numpy())
+        columns = targets if targets.ndim == 2 else targets[:, None]
+        p = logits.log_softmax(-1).gather(1, columns).reshape(targets.shape)
+        total = total + reference_loss(loss, p, datum, settings)
+        logprobs.append(p.detach().numpy())
+    total.backward()  # type: ignore[no-untyped-call]
+    grads = {
+        name.removeprefix("base_model.model.").removesuffix(".default.weight"): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return float(total.detach()), logprobs, grads
+
+
+def assert_near(ours: Any, theirs: Any, relative: float) -> None:
+    ours, theirs = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
+    assert np.abs(ours - theirs).max() <= relative * np.abs(theirs).max()
+
+
+CASES = [
+    ("llama", {}, "cross_entropy", {}),
+    ("llama", {}, "importance_sampling", {}),
+    ("llama", {}, "ppo", {}),
+    ("llama", {}, "ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.01}),
+    ("llama-tied", {}, "cross_entropy", {}),
+    ("qwen2", {"train_unembed": False}, "ppo", {}),
+    ("qwen3", {"train_mlp": False, "train_unembed": False}, "cross_entropy", {}),
+    ("qwen3", {"train_attn": False, "train_unembed": False}, "importance_sampling", {}),
+    ("llama3", {"train_attn": False, "train_mlp": False}, "cross_entropy", {}),
+    ("mistral", {"train_attn": False}, "cross_entropy", {}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+@pytest.mark.parametrize(("dtype", "kept", "short"), [(torch.float32, 0, 64), (torch.float64, 1 << 20, 10)])
+@pytest.mark.parametrize(("family", "flags", "loss", "settings"), CASES)
+def test_pass_equals_float64_reference(
+    family: str,
+    flags: dict[str, bool],
+    loss: str,
+    settings: dict[str, float],
+    dtype: torch.dtype,
+    kept: int,
+    short: int,
+    checkpoint: Checkpoint,
+    data: Data,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trainer, "LOGITS_BUDGET", 10 * 96)  # several chunks of logits
+    monkeypatch.setattr(decoder, "SHORT", short)  # both kinds of attention
+    monkeypatch.setattr(trainer, "KEPT_LOGITS", kept)  # recomputed in backward, or not
+    engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1, micro_batch_tokens=40)
+    engine.create("a", "m", LoraConfig(rank=4, **flags))
+    adapter = adapter_of(engine)
+    randomise(adapter)
+    adapter.state = AdamState.fresh(adapter.state.weights.float().to(dtype))  # files hold float32
+    engine.save("a", tmp_path, optimizer=False)
+    batch = data(5, 17, 9, 17, 1, 30, 9)
+    total, logprobs, grads = reference_run(checkpoint(family), tmp_path, batch, loss, settings)
+
+    output = engine.forward_backward("a", batch, loss, settings)
+
+    assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+    assert output.metrics["tokens:sum"] == 88
+    for ours, theirs in zip(output.loss_fn_outputs, logprobs, strict=True):
+        assert_near(ours["logprobs"].to_numpy(), theirs, 1e-5)
+        assert ours["logprobs"].dtype == "float32"
+        assert ("elementwise_loss" in ours) == (loss == "cross_entropy")
+    ours_grads = gradients(adapter)
+    assert ours_grads.keys() == grads.keys()
+    for name, grad in ours_grads.items():
+        assert_near(grad, grads[name], 1e-5)
+
+
+def test_elementwise_loss(engine: TorchEngine, data: Data) -> None:
+    (datum,) = data(6)
+    output = engine.forward_backward("a", [datum], "cross_entropy", {}).loss_fn_outputs[0]
+    expected = -datum.loss_fn_inputs["weights"].to_numpy() * output["logprobs"].to_numpy()
+    np.testing.assert_allclose(output["elementwise_loss"].to_numpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_several_targets_per_position(
+    sparse: bool, engine: TorchEngine, data: Data, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    randomise(adapter_of(engine))
+    engine.save("a", tmp_path, optimizer=False)
+    random = np.random.default_rng(0)
+    targets = random.integers(0, 96, (9, 3))
+    weights = random.normal(size=(9, 3)).astype(np.float32)
+    many = Datum(ModelInput.from_ints(random.integers(0, 96, 9)), {"target_tokens": targets, "weights": weights})
+    batch = [*data(9, 4), many]
+    total, logprobs, grads = reference_run(checkpoint("llama"), tmp_path, batch, "cross_entropy", {})
+    if sparse:
+        sent = {"target_tokens": csr(targets, "int64"), "weights": csr(weights, "float32")}
+        batch = [*batch[:2], Datum(many.model_input, sent)]
+    output = engine.forward_backward("a", batch, "cross_entropy", {})
+    assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+    assert output.loss_fn_outputs[2]["logprobs"].shape == [9, 3]
+    assert_near(output.loss_fn_outputs[2]["logprobs"].to_numpy(), logprobs[2], 1e-5)
+    for name, grad in gradients(adapter_of(engine)).items():
+        assert_near(grad, grads[name], 1e-5)
+
+
+def csr(dense: np.ndarray[Any, Any], dtype: Any) -> Any:
+    from tinkex.types.tensors import TensorData
+
+    rows, columns = dense.shape
+    indices = np.tile(np.arange(columns), rows)
+    return TensorData(dense.reshape(-1), dtype, dense.shape, np.arange(0, rows * columns + 1, columns), indices)
+
+
+def test_absent_cells_of_sparse_targets_weigh_nothing(engine: TorchEngine) -> None:
+    from tinkex.types.tensors import TensorData
+
+    sparse = TensorData([5, 6, 7], "int64", [2, 2], [0, 2, 3], [0, 1, 0])
+    output = engine.forward_backward(
+        "a", [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": sparse})], "cross_entropy", {}
+    )
+    p = output.loss_fn_outputs[0]["logprobs"].to_numpy()
+    assert output.metrics["loss:sum"] == pytest.approx(-float(p[0, 0] + p[0, 1] + p[1, 0]), rel=1e-6)
+
+
+def test_weights_default_to_one(engine: TorchEngine) -> None:
+    datum = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4]})
+    output = engine.forward_backward("a", [datum], "cross_entropy", {})
+    assert output.metrics["loss:sum"] == pytest.approx(
+        -output.loss_fn_outputs[0]["logprobs"].to_numpy().sum(), rel=1e-6
+    )
+
+
+def test_zero_weights_give_zero(engine: TorchEngine, data: Data) -> None:
+    output = engine.forward_backward("a", data(4, weights=np.zeros(4, np.float32)), "cross_entropy", {})
+    assert output.metrics["loss:sum"] == 0
+    assert adapter_of(engine).grad is not None
+    assert not adapter_of(engine).grad.any()  # type: ignore[union-attr]
+    assert (output.loss_fn_outputs[0]["logprobs"].to_numpy() < 0).all()
+
+
+def test_unused_inputs_are_ignored(engine: TorchEngine, data: Data) -> None:
+    plain = data(5)
+    mask = [Datum(d.model_input, {**d.loss_fn_inputs, "mask": np.ones(99, np.float32)}) for d in plain]
+    ours, theirs = (engine.forward_backward("a", d, "ppo", {}).metrics for d in (plain, mask))
+    assert ours == theirs
+
+
+def test_accumulation_over_splits(checkpoint: Checkpoint, data: Data) -> None:
+    batch = data(5, 17, 9, 17, 1, 30, 9)
+    flats = []
+    for split, budget in [((7,), 8192), ((1, 3, 3), 8192), ((7,), 16), ((7,), 1)]:
+        engine = TorchEngine({"m": checkpoint("llama")}, threads=1, micro_batch_tokens=budget)
+        engine.create("a", "m", LoraConfig(rank=4))
+        randomise(adapter_of(engine))
+        starts = np.cumsum([0, *split])
+        for start, stop in itertools.pairwise(starts):
+            engine.forward_backward("a", batch[start:stop], "cross_entropy", {})
+        flats.append(adapter_of(engine).grad)
+    for flat in flats[1:]:
+        assert_near(flat, flats[0], 1e-6)
+
+
+def test_forward_alone_adds_nothing(engine: TorchEngine, data: Data) -> None:
+    batch = data(5, 8)
+    alone = engine.forward_backward("a", batch, "cross_entropy", {}, backward=False)
+    assert adapter_of(engine).grad is None
+    both = engine.forward_backward("a", batch, "cross_entropy", {})
+    for one, two in zip(alone.loss_fn_outputs, both.loss_fn_outputs, strict=True):
+        assert np.array_equal(one["logprobs"].to_numpy(), two["logprobs"].to_numpy())
+    assert alone.metrics == both.metrics
+
+
+def test_logits_are_never_all_held(engine: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "LOGITS_BUDGET", 8 * 96)
+    monkeypatch.setattr(trainer, "KEPT_LOGITS", 0)
+    seen: list[int] = []
+    original = trainer.log_softmax
+
+    def counting(logits: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.shape[0])
+        return original(logits)
+
+    monkeypatch.setattr(trainer, "log_softmax", counting)
+    engine.forward_backward("a", data(40), "cross_entropy", {})
+    assert max(seen) <= 8
+    assert sum(seen) == 80  # each row twice: forward, and again for backward
+
+
+def test_a_failed_pass_leaves_no_trace(engine: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine._micro_batch_tokens = 8
+    engine.forward_backward("a", data(4), "cross_entropy", {})
+    adapter = adapter_of(engine)
+    state, grad = adapter.state, adapter.grad
+    assert grad is not None
+    before = grad.clone()
+    original, calls = decoder.hidden_states, iter(range(9))
+
+    def faulty(*args: Any) -> torch.Tensor:
+        if next(calls) == 2:
+            raise RuntimeError("out of memory")
+        return original(*args)
+
+    monkeypatch.setattr(trainer, "hidden_states", faulty)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.forward_backward("a", data(6, 7, 8, 8), "cross_entropy", {})
+    assert adapter.state is state
+    assert adapter.grad is not None
+    assert torch.equal(adapter.grad, before)
+
+
+def test_an_overflowing_loss_is_refused(engine: TorchEngine, data: Data) -> None:
+    bad = data(4, seed=1, logprobs=np.full(4, -1000, np.float32))
+    with pytest.raises(EngineError, match="datum 2: the loss is not finite; nothing was added"):
+        engine.forward_backward("a", [*data(6, 5), *bad], "importance_sampling", {})
+    assert adapter_of(engine).grad is None
+
+
+STEPS = [
+    AdamParams(learning_rate=1e-2),
+    AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.99, eps=1e-8, weight_decay=0.1),
+    AdamParams(learning_rate=1e-2, weight_decay=0.5, grad_clip_norm=0.5),
+    AdamParams(learning_rate=1e-3, grad_clip_norm=1e6),
+]
+
+
+def test_adamw_equals_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(50, generator=generator)
+    parameter = torch.nn.Parameter(weights.clone())
+    theirs = torch.optim.AdamW([parameter])
+    ours = AdamState.fresh(weights)
+    for params in STEPS:
+        grad = torch.randn(50, generator=generator)
+        group = theirs.param_groups[0]
+        group |= {"lr": params.learning_rate, "betas": (params.beta1, params.beta2), "eps": params.eps}
+        group["weight_decay"] = params.weight_decay
+        scale = min(1.0, params.grad_clip_norm / float(grad.norm())) if params.grad_clip_norm else 1.0
+        parameter.grad = grad * scale
+        theirs.step()
+        ours, norm = adamw(ours, grad, params)
+        assert norm == pytest.approx(float(grad.norm()))
+        torch.testing.assert_close(ours.weights, parameter.data, rtol=1e-6, atol=1e-7)
+    assert ours.step == len(STEPS)
+
+
+def test_steps_never_change_weights_in_place(engine: TorchEngine, data: Data) -> None:
+    before = adapter_of(engine).state.weights
+    copy = before.clone()
+    engine.forward_backward("a", data(5), "cross_entropy", {})
+    engine.optim_step("a", AdamParams(learning_rate=0.1, weight_decay=0.1))
+    assert torch.equal(before, copy)
+    assert not torch.equal(adapter_of(engine).state.weights, copy)
+
+
+def test_step_metrics_and_clearing(engine: TorchEngine, data: Data) -> None:
+    engine.forward_backward("a", data(5, 9), "cross_entropy", {})
+    adapter = adapter_of(engine)
+    assert adapter.grad is not None
+    norm = float(adapter.grad.norm())
+    assert engine.optim_step("a", LR) == {"grad_norm:mean": pytest.approx(norm), "learning_rate:mean": 1e-2}
+    assert adapter.grad is None
+    state = adapter.state
+    assert engine.optim_step("a", LR) == {"grad_norm:mean": 0.0, "learning_rate:mean": 1e-2}
+    assert adapter.state is state
+    assert state.step == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (AdamParams(learning_rate=float("nan")), "learning_rate must be a finite number >= 0, got nan"),
+        (AdamParams(learning_rate=-1.0), "learning_rate"),
+        (AdamParams(beta1=1.0), r"beta1 must be in \[0, 1\)"),
+        (AdamParams(beta2=-0.1), "beta2"),
+        (AdamParams(eps=0.0), "eps must be a finite number > 0"),
+        (AdamParams(weight_decay=float("inf")), "weight_decay"),
+        (AdamParams(grad_clip_norm=-1.0), "grad_clip_norm"),
+        (DimuonParams(learning_rate=1.0), "only AdamW is supported here, got DimuonParams"),
+    ],
+)
+def test_bad_hyper_parameters(engine: TorchEngine, data: Data, params: Any, message: str) -> None:
+    engine.forward_backward("a", data(5), "cross_entropy", {})
+    state, grad = adapter_of(engine).state, adapter_of(engine).grad
+    with pytest.raises(EngineError, match=message):
+        engine.optim_step("a", params)
+    assert (adapter_of(engine).state, adapter_of(engine).grad) == (state, grad)
+
+
+def train(engine: TorchEngine, name: str, data: Data, between: Any = None) -> torch.Tensor:
+    for seed in range(3):
+        engine.forward_backward(name, data(6, 9, 12, seed=seed), "cross_entropy", {})
+        if between:
+            between()
+        engine.optim_step(name, LR)
+    return adapter_of(engine, name).state.weights
+
+
+def test_neighbours_do_not_leak(checkpoint: Checkpoint, data: Data) -> None:
+    alone = TorchEngine({"m": checkpoint("llama")}, threads=1)
+    alone.create("a", "m", LoraConfig(rank=4))
+    expected = train(alone, "a", data)
+
+    crowded = TorchEngine({"m": checkpoint("llama")}, threads=1)
+    crowded.create("b", "m", LoraConfig(rank=8, seed=5))
+    crowded.create("a", "m", LoraConfig(rank=4))
+
+    def meddle() -> None:
+        crowded.forward_backward("b", data(20, 3, seed=9), "cross_entropy", {})
+        crowded.optim_step("b", AdamParams(learning_rate=0.5, grad_clip_norm=0.1))
+
+    assert torch.equal(train(crowded, "a", data, meddle), expected)
+
+
+def test_training_learns(engine: TorchEngine) -> None:
+    batch = [Datum(ModelInput.from_ints([5, 6, 7, 8]), {"target_tokens": [6, 7, 8, 9]})]
+    losses = []
+    for _ in range(20):
+        losses.append(engine.forward_backward("a", batch, "cross_entropy", {}).metrics["loss:sum"])
+        engine.optim_step("a", LR)
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_fresh_adapters(checkpoint: Checkpoint, data: Data) -> None:
+    engine = TorchEngine({"m": checkpoint("llama")}, threads=1)
+    for name, seed, flags in [("none", None, {}), ("zero", 0, {}), ("one", 1, {}), ("attn", 0, {"train_mlp": False})]:
+        engine.create(name, "m", LoraConfig(rank=4, seed=seed, **flags))
+    weights = {name: dict(a.layout.tensors(a.state.weights)) for name, a in engine._adapters.items()}
+    for name, view in weights["none"].items():
+        bound = 1 / view.shape[1] ** 0.5
+        assert view.any() == name.endswith("lora_A")
+        assert float(view.abs().max()) <= bound
+        if name.endswith("lora_A"):
+            assert float(view.abs().max()) > 0.8 * bound
+        assert torch.equal(view, weights["zero"][name])
+        assert torch.equal(view, weights["one"][name]) == name.endswith("lora_B")
+    starts = [view for name, view in weights["zero"].items() if name.endswith("q_proj.lora_A")]
+    assert len(starts) == 2
+    assert not torch.equal(*starts)  # each module has its own stream
+    # What a module starts from does not depend on which others are there.
+    assert weights["attn"].keys() < weights["zero"].keys()
+    assert all(torch.equal(view, weights["zero"][name]) for name, view in weights["attn"].items())
+    zero, one = (
+        engine.forward_backward(name, data(6), "cross_entropy", {}).loss_fn_outputs[0]["logprobs"].to_numpy()
+        for name in ("zero", "one")
+    )
+    np.testing.assert_array_equal(zero, one)  # B is zero: every fresh adapter is the base model
+
+
+def test_scale_is_32_over_rank(checkpoint: Checkpoint) -> None:
+    engine = TorchEngine({"m": checkpoint("llama")}, threads=1)
+    engine.create("a", "m", LoraConfig(rank=4))
+    assert {f.scale for f in adapter_of(engine).factors().values()} == {8.0}
+
+
+def test_names_that_do_not_exist(engine: TorchEngine, data: Data, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="there is no base model 'large'; there are small"):
+        engine.create("b", "large", LoraConfig(rank=4))
+    with pytest.raises(EngineError, match="there is no base model 'large'; there are small"):
+        engine.load_sampler("s", "large", None)
+    with pytest.raises(EngineError, match="there is an adapter 'a' already"):
+        engine.create("a", "small", LoraConfig(rank=4))
+    for call in (
+        lambda: engine.forward_backward("b", data(3), "cross_entropy", {}),
+        lambda: engine.optim_step("b", LR),
+        lambda: engine.save("b", tmp_path, optimizer=True),
+        lambda: engine.snapshot("b", "s"),
+    ):
+        with pytest.raises(EngineError, match="there is no adapter 'b'"):
+            call()
+    engine.drop("b")
+    engine.drop("a")
+    with pytest.raises(EngineError, match="there is no adapter 'a'"):
+        engine.optim_step("a", LR)
+
+
+@pytest.mark.parametrize("rank", [0, -1, 5000])
+def test_bad_ranks(engine: TorchEngine, rank: int) -> None:
+    with pytest.raises(EngineError, match=f"rank must be between 1 and 1024, got {rank}"):
+        engine.create("b", "small", LoraConfig(rank=rank))
+
+
+def test_an_adapter_must_train_something(engine: TorchEngine) -> None:
+    with pytest.raises(EngineError, match="at least one of train_attn, train_mlp and train_unembed"):
+        engine.create("b", "small", LoraConfig(rank=4, train_attn=False, train_mlp=False, train_unembed=False))
