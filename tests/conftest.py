@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from support import MODEL, serving
 
 if TYPE_CHECKING:
     from tinkex import ServiceClient
     from tinkex.engine import Engine
 
-CORPUS = ["the cat sat on the mat and the dog ran", "hello world, how are you today?", "12 + 34 = 46"]
 
+def _own_places() -> None:
+    """Nothing is written outside the tests' own directories, nothing is fetched, no settings leak in.
 
-@pytest.fixture(scope="session", autouse=True)
-def _own_places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing is written outside the test's own directories, nothing is fetched, no settings leak in."""
-    patch = pytest.MonkeyPatch()
-    home = tmp_path_factory.mktemp("home")
+    Done on import, before any test module: some of these are read once, when a library is first imported.
+    """
+    home = Path(tempfile.mkdtemp(prefix="tinkex-tests-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
     for name in [name for name in os.environ if name.startswith(("TINKER_", "TINKEX_"))]:
-        patch.delenv(name)
-    patch.setenv("HF_HOME", str(home / "hf"))
-    patch.setenv("HF_HUB_CACHE", str(home / "hf" / "hub"))
-    patch.setenv("HF_HUB_OFFLINE", "1")
-    patch.setenv("TINKEX_DATA_DIR", str(home / "data"))
-    patch.setenv("TINKER_TELEMETRY", "0")
-    patch.setenv("TOKENIZERS_PARALLELISM", "false")
-    yield
-    patch.undo()
+        del os.environ[name]
+    os.environ |= {
+        "HF_HOME": str(home / "hf"),
+        "HF_HUB_CACHE": str(home / "hf" / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait are a burden to everything else that runs
+        "TINKEX_DATA_DIR": str(home / "data"),
+        "TINKER_TELEMETRY": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+_own_places()
+
+CORPUS = ["the cat sat on the mat and the dog ran", "hello world, how are you today?", "12 + 34 = 46"]
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +65,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=0,
         eos_token_id=1,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    LlamaForCausalLM(config).save_pretrained(directory)  # type: ignore[no-untyped-call]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,7 +76,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS * 4, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    )
     fast.save_pretrained(directory)
     return directory
 

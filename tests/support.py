@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -28,13 +32,14 @@ def serving(engine: Engine, data_dir: Path, **options: Any) -> Iterator[str]:
 
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(engine, data_dir, **options)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     ready = threading.Event()
 
     async def run() -> None:
         task = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started:
+        while not server.started:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         ready.set()
         await task
@@ -46,7 +51,6 @@ def serving(engine: Engine, data_dir: Path, **options: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        server.force_exit = True
         thread.join(10)
 
 
@@ -132,3 +136,99 @@ def custom_loss(client: Any, types: Any, data: list[Any]) -> None:
     assert output.metrics["seen"] == 3.0
     client.optim_step(types.AdamParams(learning_rate=1e-3)).result(60)
     assert client.forward(data, "cross_entropy").result(60).metrics["loss:sum"] < reference
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a server answered."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Wire:
+    """Speaks to a server without any client: what is sent is what the test says."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def send(
+        self, path: str, body: Any = None, *, method: str = "POST", headers: dict[str, str] | None = None
+    ) -> Heard:
+        """One request; `body` is bytes, or anything JSON can write."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=20)
+        with closing(connection):
+            kind = {"Content-Type": "application/json"} if data is not None else {}
+            connection.request(method, f"/api/v1/{path}", data, kind | (headers or {}))
+            response = connection.getresponse()
+            named = {name.lower(): value for name, value in response.getheaders()}
+            return Heard(response.status, named, response.read())
+
+    def get(self, path: str) -> Any:
+        """The answer to a GET that must succeed."""
+        heard = self.send(path, method="GET")
+        assert heard.status == 200, heard
+        return heard.json
+
+    def post(self, path: str, body: Any) -> Any:
+        """The answer to a POST that must succeed."""
+        heard = self.send(path, body)
+        assert heard.status == 200, heard
+        return heard.json
+
+    def result(self, request_id: str) -> Any:
+        """The outcome of a future, as JSON."""
+        while True:
+            heard = self.send("retrieve_future", {"request_id": request_id})
+            if heard.status != 408:
+                assert heard.status == 200, heard
+                return heard.json
+
+    def run(self, path: str, body: Any) -> Any:
+        """Submit an operation and wait for its outcome."""
+        return self.result(self.post(path, body)["request_id"])
+
+    def session(self) -> str:
+        """A new session."""
+        return str(self.post("create_session", {"tags": [], "sdk_version": "0.36.0"})["session_id"])
+
+    def model(self, session: str | None = None, number: int = 0, base_model: str = "fake", rank: int = 4) -> str:
+        """A new training run."""
+        body = {
+            "session_id": session or self.session(),
+            "model_seq_id": number,
+            "base_model": base_model,
+            "lora_config": {"rank": rank},
+        }
+        return str(self.run("create_model", body)["model_id"])
+
+
+def pass_json(model_id: str, seq_id: int | None, tokens: tuple[int, ...] = (1, 2, 3), **inputs: Any) -> dict[str, Any]:
+    """A forward_backward request in JSON, targets one further on."""
+    tensors = {"target_tokens": {"data": [token + 1 for token in tokens], "dtype": "int64"}, **inputs}
+    datum = {"model_input": {"chunks": [{"tokens": list(tokens), "type": "encoded_text"}]}, "loss_fn_inputs": tensors}
+    body = {"data": [datum], "loss_fn": "cross_entropy"}
+    return {"model_id": model_id, "seq_id": seq_id, "forward_backward_input": body}
+
+
+def step_json(model_id: str, seq_id: int | None, learning_rate: float = 0.1) -> dict[str, Any]:
+    """An optim_step request in JSON."""
+    return {"model_id": model_id, "seq_id": seq_id, "adam_params": {"learning_rate": learning_rate}}
+
+
+def sample_json(sampler: str, seq_id: int | None = 0, **fields: Any) -> dict[str, Any]:
+    """An asample request in JSON."""
+    return {
+        "sampling_session_id": sampler,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"tokens": [5, 6, 7], "type": "encoded_text"}]},
+        "sampling_params": {"max_tokens": 3, "seed": 1},
+        "num_samples": 1,
+        **fields,
+    }

@@ -89,6 +89,20 @@ def decode(kind: type[T], data: bytes, content_type: str = JSON) -> T:
         raise ValueError(f"malformed {kind.__name__}: {error!r}") from None
 
 
+def peek(data: bytes, content_type: str) -> tuple[str, int] | None:
+    """The model and number of a request that could not be decoded, if they can be made out."""
+    try:
+        if PROTOBUF in content_type:
+            wire = protobuf.parse("ForwardBackwardRequest", data)
+            model_id, seq_id = wire.model_id, wire.seq_id
+        else:
+            wire = msgspec.json.decode(data)
+            model_id, seq_id = wire["model_id"], wire["seq_id"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return (model_id, seq_id) if isinstance(model_id, str) and isinstance(seq_id, int) and seq_id > 0 else None
+
+
 def decompress(data: bytes, encoding: str | None, limit: int = MAX_BODY) -> bytes:
     """Undo a Content-Encoding; the size is checked before memory is taken for it."""
     if not encoding or encoding == "identity":

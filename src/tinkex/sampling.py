@@ -78,23 +78,42 @@ class SamplingClient:
             target_prompt_logprobs.dtype != "int64" or len(target_prompt_logprobs.shape or ()) != 2
         ):
             raise ValueError("target_prompt_logprobs must be a two-dimensional int64 tensor")
-        if prompt_logprobs_last_n is not None and (prompt_logprobs_last_n < 1 or not include_prompt_logprobs):
-            raise ValueError("prompt_logprobs_last_n must be at least 1 and needs include_prompt_logprobs")
-        request = SampleRequest(
-            prompt=prompt,
-            num_samples=num_samples,
-            sampling_params=sampling_params,
-            sampling_session_id=self.sampling_session_id,
-            seq_id=next(self._seq_ids),
+        if prompt_logprobs_last_n is not None and not include_prompt_logprobs:
+            raise ValueError("prompt_logprobs_last_n needs include_prompt_logprobs")
+        request = self._request(
+            prompt,
+            num_samples,
+            sampling_params,
             prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs,
             target_prompt_logprobs=target_prompt_logprobs,
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
-            record_stability_info=self._record_stability_info,
         )
         return self._session.start(self._sample(request))
+
+    def _request(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        params: SamplingParams,
+        *,
+        prompt_logprobs_last_n: int | None,
+        **options: Any,
+    ) -> SampleRequest:
+        if prompt_logprobs_last_n is not None and prompt_logprobs_last_n < 1:
+            raise ValueError("prompt_logprobs_last_n must be at least 1")
+        return SampleRequest(
+            prompt=prompt,
+            num_samples=num_samples,
+            sampling_params=params,
+            sampling_session_id=self.sampling_session_id,
+            seq_id=next(self._seq_ids),
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
+            **options,
+        )
 
     async def _sample(self, request: SampleRequest) -> SampleResponse:
         submitted = time.monotonic()
@@ -114,18 +133,14 @@ class SamplingClient:
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> Future[list[float | None]]:
         """The log-probability of each token of a prompt; None for the first."""
-        future = self.sample(
-            prompt,
-            num_samples=1,
-            sampling_params=SamplingParams(max_tokens=1),
-            include_prompt_logprobs=True,
-            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        request = self._request(
+            prompt, 1, SamplingParams(max_tokens=1), prompt_logprobs=True, prompt_logprobs_last_n=prompt_logprobs_last_n
         )
 
-        async def extract() -> list[float | None]:
-            return (await future).prompt_logprobs or []
+        async def score() -> list[float | None]:
+            return (await self._sample(request)).prompt_logprobs or []
 
-        return self._session.start(extract())
+        return self._session.start(score())
 
     async def compute_logprobs_async(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None

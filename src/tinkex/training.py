@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tinkex import losses, protocol
+from tinkex.errors import APIConnectionError, TinkerError
 from tinkex.futures import Future, combine, retrieve, start
 from tinkex.protocol import Operation
 from tinkex.runtime import runtime
@@ -200,22 +202,34 @@ class TrainingClient:
 
         Every chunk is sent even when another is refused, so that no number is left out.
         """
-        config = self._session.client_config
-
-        async def submit(request: ForwardBackwardRequest) -> str:
-            receipt = await self._session.submit(
-                protocol.FORWARD_BACKWARD, request, compress=config.proto_compress_fwdbwd
-            )
-            return receipt.request_id
-
-        first, *others = requests
-        later: list[str | BaseException] = await asyncio.gather(*map(submit, others), return_exceptions=True)
-        receipts = [await submit(first)]
+        first, *others = [self._submit(protocol.FORWARD_BACKWARD, request) for request in requests]
+        later: list[str | BaseException] = await asyncio.gather(*others, return_exceptions=True)
+        receipts = [await first]
         for outcome in later:
             if isinstance(outcome, BaseException):
                 raise outcome
             receipts.append(outcome)
         return receipts
+
+    async def _submit(self, op: Operation, request: Any) -> str:
+        """Send a numbered request. One that cannot be sent, or is refused, has its number spent all the same."""
+        compress = op is protocol.FORWARD_BACKWARD and self._session.client_config.proto_compress_fwdbwd
+        try:
+            return (await self._session.submit(op, request, compress=compress)).request_id
+        except APIConnectionError:
+            raise
+        except Exception:
+            await self._spend(request.seq_id)
+            raise
+
+    async def _spend(self, seq_id: int) -> None:
+        """Use a number up with a pass over nothing, which fails: what comes after it would wait for it otherwise."""
+        nothing = ForwardBackwardInput(data=[], loss_fn="cross_entropy")
+        request = ForwardBackwardRequest(
+            model_id=self.model_id, seq_id=seq_id, forward_only=True, forward_backward_input=nothing
+        )
+        with contextlib.suppress(TinkerError):
+            await self._session.transport.call(protocol.FORWARD_BACKWARD, request, patience=5)
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: losses.CustomLoss
@@ -285,14 +299,18 @@ class TrainingClient:
         """Like `optim_step`; awaiting it gives the future."""
         return self.optim_step(*args, **kwargs)
 
-    def _put(self, op: Operation, request: Any) -> Future[Any]:
+    def _put(self, op: Operation, request: Any, convert: Callable[[Any], Any] | None = None) -> Future[Any]:
         """Queue an operation of one request; it gets its number when its turn comes."""
 
         async def turn() -> Fetch[Any]:
             submitted = time.monotonic()
-            numbered = request.model_copy(update={"seq_id": self._outbox.take()})
-            receipt = await self._session.submit(op, numbered)
-            return lambda: retrieve(self._session.transport, op, receipt.request_id, submitted)
+            request_id = await self._submit(op, request.model_copy(update={"seq_id": self._outbox.take()}))
+
+            async def fetch() -> Any:
+                result = await retrieve(self._session.transport, op, request_id, submitted)
+                return convert(result) if convert else result
+
+            return fetch
 
         return self._outbox.put(turn)
 
@@ -337,12 +355,11 @@ class TrainingClient:
         request = SaveWeightsForSamplerRequest(
             model_id=self.model_id, path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
         )
-        saved: Future[SaveWeightsForSamplerResponseInternal] = self._put(protocol.SAVE_WEIGHTS_FOR_SAMPLER, request)
-
-        async def public() -> SaveWeightsForSamplerResponse:
-            return SaveWeightsForSamplerResponse(path=(await saved).path or "")
-
-        return start(public())
+        return self._put(
+            protocol.SAVE_WEIGHTS_FOR_SAMPLER,
+            request,
+            lambda saved: SaveWeightsForSamplerResponse(path=saved.path or ""),
+        )
 
     async def save_weights_for_sampler_async(self, *args: Any, **kwargs: Any) -> Future[SaveWeightsForSamplerResponse]:
         """Like `save_weights_for_sampler`; awaiting it gives the future."""
@@ -352,15 +369,15 @@ class TrainingClient:
         request = SaveWeightsForSamplerRequest(
             model_id=self.model_id, sampling_session_seq_id=next(self._session.sampling_session_seq_ids)
         )
-        saved: Future[SaveWeightsForSamplerResponseInternal] = self._put(protocol.SAVE_WEIGHTS_FOR_SAMPLER, request)
 
-        async def client() -> SamplingClient:
-            sampler = (await saved).sampling_session_id or ""
+        def client(saved: SaveWeightsForSamplerResponseInternal) -> SamplingClient:
             return SamplingClient(
-                self._session, sampling_session_id=sampler, record_stability_info=record_stability_info
+                self._session,
+                sampling_session_id=saved.sampling_session_id or "",
+                record_stability_info=record_stability_info,
             )
 
-        return start(client())
+        return self._put(protocol.SAVE_WEIGHTS_FOR_SAMPLER, request, client)
 
     def save_weights_and_get_sampling_client(
         self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False

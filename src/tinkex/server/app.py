@@ -18,7 +18,7 @@ from starlette.routing import Route
 from tinkex import codec
 from tinkex.engine import Engine, EngineError
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
-from tinkex.server.handlers import HANDLERS, Call, Limits, Refusal, State, digest_of
+from tinkex.server.handlers import HANDLERS, Call, Limits, Refusal, State, digest_of, spend_number
 from tinkex.types.record import to_json
 from tinkex.types.sessions import FutureRetrieveRequest, RequestFailedResponse
 
@@ -66,7 +66,7 @@ def _endpoint(op: Operation, state: State, api_key: str | None) -> Callable[[Req
     async def endpoint(request: Request) -> Response:
         try:
             _authorize(request, api_key)
-            call = await _read(op, request, state.limits.body_bytes)
+            call = await _read(op, request, state)
             return await answer(op, state, request, call)
         except Refusal as refusal:
             return _error(refusal.status, refusal.detail)
@@ -91,8 +91,9 @@ def _authorize(request: Request, api_key: str | None) -> None:
         raise Refusal(403, "this API key is not known here")
 
 
-async def _read(op: Operation, request: Request, limit: int) -> Call:
+async def _read(op: Operation, request: Request, state: State) -> Call:
     """The decoded request; a body that cannot be read is refused with what is wrong with it."""
+    limit = state.limits.body_bytes
     path = {name: str(value) for name, value in request.path_params.items()}
     if op.request is None:
         return Call(None, path, b"")
@@ -103,12 +104,28 @@ async def _read(op: Operation, request: Request, limit: int) -> Call:
     def decode() -> Call:
         assert op.request is not None
         plain = codec.decompress(body, encoding, limit)
-        return Call(codec.decode(op.request, plain or b"{}", content_type), path, digest_of(op.path, plain))
+        try:
+            decoded = codec.decode(op.request, plain or b"{}", content_type)
+        except ValueError as error:
+            raise Unreadable(str(error), plain) from None
+        return Call(decoded, path, digest_of(op.path, plain))
 
     try:
         return await asyncio.to_thread(decode) if len(body) > OFF_LOOP_BYTES else decode()
-    except (ValueError, KeyError, TypeError) as error:
+    except Unreadable as error:
+        if op.traffic == "train":
+            await spend_number(state, codec.peek(error.body, content_type), error.body, f"{op.name}: {error}")
         raise Refusal(400, f"{op.name}: {error}") from None
+    except ValueError as error:
+        raise Refusal(400, f"{op.name}: {error}") from None
+
+
+class Unreadable(ValueError):
+    """A body that is not the message it should be."""
+
+    def __init__(self, message: str, body: bytes) -> None:
+        super().__init__(message)
+        self.body = body
 
 
 async def _body(request: Request, limit: int) -> bytes:

@@ -42,6 +42,7 @@ from tinkex.types.sampling import (
     CreateSamplingSessionResponse,
     GetSamplerResponse,
     SampleRequest,
+    SampleResponse,
 )
 from tinkex.types.sessions import (
     ClientConfigRequest,
@@ -97,6 +98,7 @@ class Limits:
     session_seconds: float = 3600.0
     body_bytes: int = 1 << 30
     samples: int = 1024
+    samplers: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,8 @@ class State:
         self.promises = Promises()
         self.runs: dict[str, LiveRun] = {}
         self.heard: dict[str, float] = {}
-        self.loaded: set[str] = set()
+        self.snapshots: set[str] = set()
+        self.loading: dict[str, asyncio.Future[None]] = {}
         data_dir.mkdir(parents=True, exist_ok=True)
         self.checkpoint_dir = data_dir / "checkpoints"
         self.checkpoint_dir.mkdir(exist_ok=True)
@@ -157,8 +160,8 @@ class State:
             if live.gap_timer is not None:
                 live.gap_timer.cancel()
             self.worker.run(self.engine.drop, model_id)
-        for sampler in [name for name in self.loaded if name.startswith(f"{session_id}:")]:
-            self.loaded.discard(sampler)
+        for sampler in [name for name in self.snapshots if name.startswith(f"{session_id}:")]:
+            self.snapshots.discard(sampler)
             self.worker.run(self.engine.drop_sampler, sampler)
         self.promises.forget_session(session_id)
 
@@ -341,6 +344,17 @@ async def enqueue(
         state.promises.follow(queued.promise, state.worker.run(queued.work))
     _watch_gap(state, live)
     return UntypedAPIFuture(request_id=request_id, model_id=model_id)
+
+
+async def spend_number(state: State, numbered: tuple[str, int] | None, body: bytes, why: str) -> None:
+    """Let a refused request use its number up: its client has moved on, and later requests must not wait for it."""
+    if numbered is None or numbered[0] not in state.runs:
+        return
+
+    def work() -> None:
+        raise EngineError(why)
+
+    await enqueue(state, Call(None, {}, digest_of("", body)), *numbered, work)
 
 
 def failed_receipt(state: State, live: LiveRun, number: int, call: Call, why: str) -> UntypedAPIFuture:
@@ -540,7 +554,7 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
             raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
         state.engine.snapshot(run.model_id, sampler_id)
-        state.loaded.add(sampler_id)
+        state.snapshots.add(sampler_id)
         state.store.add_sampler(Sampler(sampler_id, run.session_id, run.base_model, None, is_snapshot=True))
         return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id, type="save_weights_for_sampler")
 
@@ -667,11 +681,18 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
     request_id = f"{sampler.sampler_id}:{number}"
     known = state.promises.get(request_id)
     if known is None:
-        engine_name = load_sampler(state, sampler)
+        engine_name, loading = await load_sampler(state, sampler)
         seed = request.sampling_params.seed
         drawn = secrets.randbits(63) if seed is None else seed
-        promise = state.promises.add(request_id, call.digest, sampler.session_id)
-        state.promises.follow(promise, state.worker.sample(request_id, engine_name, request, drawn))
+
+        async def drawing() -> SampleResponse:
+            if loading is not None:
+                await loading
+            return await state.worker.sample(request_id, engine_name, request, drawn)
+
+        if state.promises.get(request_id) is None:  # the same request may have come twice while weights were sought
+            promise = state.promises.add(request_id, call.digest, sampler.session_id)
+            state.promises.follow(promise, drawing())
     return UntypedAPIFuture(
         request_id=request_id,
         sample_sequence_ids=[f"{request_id}:{index}" for index in range(request.num_samples)],
@@ -691,25 +712,32 @@ async def _sampler_of(state: State, request: SampleRequest) -> Sampler:
     return sampler
 
 
-def load_sampler(state: State, sampler: Sampler) -> str:
-    """The engine's name for a sampler, loaded first if it is not there: the worker keeps that order."""
+async def load_sampler(state: State, sampler: Sampler) -> tuple[str, asyncio.Future[None] | None]:
+    """The engine's name for a sampler, and its loading if that is still under way; a failed one is tried anew."""
     if sampler.is_snapshot:
-        if sampler.sampler_id not in state.loaded:
+        if sampler.sampler_id not in state.snapshots:
             raise Refusal(
-                410,
-                f"the weights of sampler {sampler.sampler_id!r} went with their session; save them again",
+                410, f"the weights of sampler {sampler.sampler_id!r} went with their session; save them again"
             )
-        return sampler.sampler_id
+        return sampler.sampler_id, None
     name = sampler.model_path or f"base/{sampler.base_model}"
-    if name not in state.loaded:
-        saved = state.store.checkpoint(sampler.model_path) if sampler.model_path else None
-        if sampler.model_path and saved is None:
-            raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
-        state.loaded.add(name)
-        directory = saved.directory if saved else None
-        loading = state.worker.run(state.engine.load_sampler, name, sampler.base_model, directory)
-        loading.add_done_callback(lambda done: state.loaded.discard(name) if done.exception() else None)
-    return name
+    if name not in state.loading:
+        directory = None
+        if sampler.model_path is not None:
+            saved = await asyncio.to_thread(state.store.checkpoint, sampler.model_path)
+            if saved is None:
+                raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
+            directory = saved.directory
+        if name not in state.loading:
+            loading = state.worker.run(state.engine.load_sampler, name, sampler.base_model, directory)
+            loading.add_done_callback(lambda done: state.loading.pop(name, None) if done.exception() else None)
+            state.loading[name] = loading
+    state.loading[name] = state.loading.pop(name)  # the last used comes last
+    if len(state.loading) > state.limits.samplers:
+        oldest = next(iter(state.loading))
+        del state.loading[oldest]
+        state.worker.run(state.engine.drop_sampler, oldest)  # its unfinished jobs keep the weights they hold
+    return name, state.loading[name]
 
 
 Handler: TypeAlias = Callable[[State, Call], Awaitable[Any]]

@@ -20,6 +20,8 @@ logger = logging.getLogger("tinkex.server")
 
 KEEP_READ = 600.0
 KEEP_UNREAD = 24 * 3600.0
+KEEP_GONE = 100_000
+"""How many expired ids are told from unknown ones."""
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class Promises:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._promises: dict[str, Promise] = {}
-        self._gone: set[str] = set()
+        self._gone: dict[str, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._clock = clock
 
@@ -86,14 +88,16 @@ class Promises:
                 continue
             if now - promise.finished > KEEP_UNREAD or (promise.read and now - promise.read > KEEP_READ):
                 del self._promises[promise.request_id]
-                self._gone.add(promise.request_id)
+                self._gone[promise.request_id] = None
+        for request_id in list(self._gone)[:-KEEP_GONE]:
+            del self._gone[request_id]
 
     def forget_session(self, session_id: str) -> None:
         """Drop everything of a session that is over for good."""
         for promise in [p for p in self._promises.values() if p.session_id == session_id]:
             promise.fail("the session has ended", RequestErrorCategory.User)
             del self._promises[promise.request_id]
-        self._gone = {request_id for request_id in self._gone if not request_id.startswith(f"{session_id}:")}
+        self._gone = {gone: None for gone in self._gone if not gone.startswith(f"{session_id}:")}
 
 
 async def _follow(promise: Promise, work: Awaitable[Any]) -> None:

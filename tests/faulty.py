@@ -1,0 +1,150 @@
+"""A small server that answers as told: late, never, cut short, with any status. Real sockets on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer. `body` is bytes, or anything JSON can write."""
+
+    status: int = 200
+    body: Any = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    content_type: str = JSON
+    delay: float = 0.0
+    """Seconds before the answer begins."""
+    cut: int | None = None
+    """Send only this many bytes of the body, then hang up."""
+    drop: bool = False
+    """Hang up without a word."""
+
+    @property
+    def data(self) -> bytes:
+        return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A request as it arrived."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    when: float
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+Script: TypeAlias = "Answer | Callable[[Seen], Answer]"
+
+GREETINGS: dict[str, Any] = {
+    "client/config": {},
+    "create_session": {"session_id": "s"},
+    "session_heartbeat": {},
+    "sessions/s/finish": {},
+    "create_model": {"request_id": "created"},
+}
+
+
+class FaultyServer:
+    """Answers each path by its script, one answer per request; the last one stays. Greetings work by themselves."""
+
+    def __init__(self) -> None:
+        self.base_url = ""
+        self.seen: list[Seen] = []
+        self._scripts: dict[str, deque[Script]] = defaultdict(deque)
+        self._lock = threading.Lock()
+
+    def script(self, path: str, *answers: Script) -> None:
+        """Say how requests for a path (without /api/v1/) are answered from now on."""
+        with self._lock:
+            self._scripts[path] = deque(answers)
+
+    def requests(self, path: str) -> list[Seen]:
+        """What arrived for a path so far."""
+        with self._lock:
+            return [seen for seen in self.seen if seen.path == path]
+
+    def _answer(self, seen: Seen) -> Answer:
+        with self._lock:
+            self.seen.append(seen)
+            script = self._scripts.get(seen.path)
+            if not script:
+                if seen.path in GREETINGS:
+                    return Answer(body=GREETINGS[seen.path])
+                return Answer(404, {"detail": f"nothing scripted for {seen.path}"})
+            answer = script.popleft() if len(script) > 1 else script[0]
+        return answer if isinstance(answer, Answer) else answer(seen)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, kept alive until an answer says otherwise."""
+        try:
+            while await self._exchange(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, target, _ = head[0].split(" ", 2)
+        pairs = (line.split(":", 1) for line in head[1:] if line)
+        headers = {name.strip().lower(): value.strip() for name, value in pairs}
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
+        seen = Seen(method, target.removeprefix("/api/v1/"), headers, body, time.monotonic())
+        answer = self._answer(seen)
+        await asyncio.sleep(answer.delay)
+        if answer.drop:
+            return False
+        lines = [
+            f"HTTP/1.1 {answer.status} Scripted",
+            f"Content-Type: {answer.content_type}",
+            f"Content-Length: {len(answer.data)}",
+            *(f"{name}: {value}" for name, value in answer.headers.items()),
+        ]
+        writer.write("\r\n".join([*lines, "", ""]).encode() + answer.data[: answer.cut])
+        await writer.drain()
+        return answer.cut is None
+
+
+@contextmanager
+def faulty_server() -> Iterator[FaultyServer]:
+    """A scriptable server in a thread of its own."""
+    server, ready, stop = FaultyServer(), threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def run() -> None:
+        listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        server.base_url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        ready.set()
+        await stop.wait()
+        listening.close()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(0)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()

@@ -1,0 +1,209 @@
+"""The command line, as a shell sees it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tinkex
+from support import MODEL, Wire
+from tinkex.cli.main import main
+
+
+def command() -> list[str]:
+    """The installed command."""
+    installed = Path(sys.executable).with_name("tinkex")
+    assert installed.exists()
+    return [str(installed)]
+
+
+def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command(), *arguments], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+    )
+
+
+Serve = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, model_dir: Path) -> Iterator[Serve]:
+    """Starts `tinkex serve` on a free port with the small model; what is left is stopped."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+        given = ["serve", "--port", "0", "--data-dir", str(tmp_path / "data"), "--model", f"{MODEL}={model_dir}"]
+        process = subprocess.Popen(
+            [*command(), *given, *arguments],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=20)
+
+
+def ready(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """The line that says the server is ready, and its URL."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.search(r"http://\S+", line)
+    assert found, (line, process.communicate(timeout=20))
+    return line, found.group()
+
+
+def test_help_is_quick_and_lists_the_commands() -> None:
+    shown = tool("--help")
+    assert shown.returncode == 0
+    for word in ("serve", "demo", "--version"):
+        assert word in shown.stdout
+    assert tool("-h").stdout == shown.stdout
+
+
+def test_the_version() -> None:
+    shown = tool("--version")
+    assert (shown.returncode, shown.stdout) == (0, f"tinkex {tinkex.__version__}\n")
+
+
+def test_the_help_of_serve() -> None:
+    shown = tool("serve", "--help")
+    assert shown.returncode == 0
+    for word in ("--host", "--port", "--data-dir", "--model", "NAME[=DIR]"):
+        assert word in shown.stdout
+
+
+@pytest.mark.parametrize("arguments", [("nothing",), ("serve", "--nothing"), ("serve", "--port", "many")])
+def test_wrong_usage_is_one_error(arguments: tuple[str, ...]) -> None:
+    shown = tool(*arguments)
+    assert shown.returncode == 2
+    assert shown.stdout == ""
+    assert "Error: " in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def stopped(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """A signal must end the server soon, without an error and without another word on stdout."""
+    began = time.monotonic()
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=20)
+    assert time.monotonic() - began < 8
+    assert process.returncode in (0, 130)
+    assert rest == ""
+    assert "Traceback" not in errors
+
+
+def test_a_server_says_it_is_ready_serves_and_stops(serve: Serve, tmp_path: Path) -> None:
+    process = serve()
+    line, url = ready(process)
+    assert MODEL in line
+    assert str(tmp_path / "data") in line
+    wire = Wire(url)
+    assert wire.get("healthz") == {"status": "ok"}
+    assert wire.get("get_server_capabilities")["supported_models"][0]["model_name"] == MODEL
+    with tinkex.ServiceClient(base_url=url) as service:
+        sampler = service.create_sampling_client(base_model=MODEL)
+        prompt = tinkex.ModelInput.from_ints([5, 6])
+        assert len(sampler.sample(prompt, 1, tinkex.SamplingParams(max_tokens=2)).result(30).sequences) == 1
+    stopped(process, signal.SIGINT)
+
+
+def test_a_key_closes_the_server_and_a_signal_ends_it(serve: Serve) -> None:
+    process = serve("--host", "0.0.0.0", TINKEX_SERVER_API_KEY="tml-secret")
+    line, url = ready(process)
+    assert "secret" not in line
+    wire = Wire(url.replace("0.0.0.0", "127.0.0.1"))
+    assert wire.send("healthz", method="GET").status == 401
+    assert wire.send("healthz", method="GET", headers={"X-API-Key": "tml-secret"}).status == 200
+    stopped(process, signal.SIGTERM)
+
+
+def test_a_busy_port_is_one_line(serve: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = serve("--port", str(port))
+        shown, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert shown == ""
+    assert len(errors.strip().splitlines()) == 1
+    assert f"127.0.0.1:{port}" in errors
+    assert "in use" in errors
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.1"])
+def test_other_machines_are_not_let_in_without_a_key(serve: Serve, host: str) -> None:
+    process = serve("--host", host)
+    shown, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert shown == ""
+    assert "TINKEX_SERVER_API_KEY" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+    """Runs a command that must fail, in this process; returns its one error."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setenv("TINKEX_HUB_CACHE", "0")
+        monkeypatch.setattr(sys, "argv", ["tinkex", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code in (1, 2)
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert "Traceback" not in shown.err
+        assert "Error: " in shown.err
+        return shown.err
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("x=/nowhere/at/all", "/nowhere/at/all"),
+        ("=dir", "NAME"),
+        ("some/unknown-model", "some/unknown-model"),
+    ],
+)
+def test_a_wrong_model_is_one_error(inside: Callable[..., str], tmp_path: Path, model: str, words: str) -> None:
+    assert words in inside("serve", "--port", "0", "--data-dir", str(tmp_path / "data"), "--model", model)
+
+
+def test_a_directory_without_a_model_is_one_error(inside: Callable[..., str], tmp_path: Path) -> None:
+    error = inside("serve", "--port", "0", "--data-dir", str(tmp_path / "data"), "--model", f"x={tmp_path}")
+    assert str(tmp_path) in error
+
+
+def test_a_data_directory_that_cannot_be_used_is_one_error(
+    inside: Callable[..., str], tmp_path: Path, model_dir: Path
+) -> None:
+    (tmp_path / "file").touch()
+    given = ["--data-dir", str(tmp_path / "file"), "--model", f"{MODEL}={model_dir}"]
+    assert str(tmp_path / "file") in inside("serve", "--port", "0", *given)
+
+
+def test_errors_of_ours_come_with_their_hint(inside: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise tinkex.ConfigurationError("something is missing", hint="install it")
+
+    monkeypatch.setattr("tinkex.cli.serve.make_engine", refuse)
+    assert "something is missing\nhint: install it" in inside("serve", "--port", "0")

@@ -1,0 +1,90 @@
+"""What importing costs and what it brings along; each measurement in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import tinkex
+
+HEAVY = ["torch", "transformers", "tokenizers", "starlette", "uvicorn", "tinkex.server", "tinkex.engine", "tinker"]
+
+
+def run(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def best_cpu_seconds(setup: str, statement: str) -> float:
+    """CPU seconds of a statement, the best of three fresh processes."""
+    code = f"import time\n{setup}\nbegan = time.process_time()\n{statement}\nprint(time.process_time() - began)"
+    return min(float(run(code)) for _ in range(3))
+
+
+def test_importing_is_quick() -> None:
+    assert best_cpu_seconds("", "import tinkex") < 0.15
+
+
+def test_a_service_client_is_ready_soon() -> None:
+    made = 'from tinkex import ServiceClient\nclient = ServiceClient(base_url="http://127.0.0.1:1")'
+    assert best_cpu_seconds("", made) < 0.4
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import tinkex",
+        'import tinkex\ntinkex.ServiceClient(base_url="http://127.0.0.1:1")',
+        "import tinkex, tinkex.cli.main",
+        "from tinkex import *",
+    ],
+    ids=["import", "client", "cli", "star"],
+)
+def test_nothing_heavy_comes_along(code: str) -> None:
+    shown = run(f"{code}\nimport sys\nprint([name for name in {HEAVY!r} if name in sys.modules])")
+    assert shown == "[]"
+
+
+def test_every_public_name_is_there() -> None:
+    for name in tinkex.__all__:
+        assert getattr(tinkex, name) is not None
+    assert len(set(tinkex.__all__)) == len(tinkex.__all__)
+    assert set(tinkex.__all__) <= set(dir(tinkex))
+    with pytest.raises(AttributeError, match="surprise"):
+        _ = tinkex.surprise
+
+
+def test_names_are_resolved_when_used() -> None:
+    shown = run(
+        "import sys, tinkex\ntinkex.AdamParams\nprint('tinkex.service' in sys.modules, 'aiohttp' in sys.modules)"
+    )
+    assert shown == "False False"
+
+
+def test_types_is_a_module() -> None:
+    assert run("import tinkex\nprint(tinkex.types.AdamParams is tinkex.AdamParams)") == "True"
+    assert run("from tinkex import types\nprint(types.__name__)") == "tinkex.types"
+
+
+def test_a_program_ends_although_a_client_was_left_open() -> None:
+    code = """
+import tinkex
+from tinkex.engine.fake import FakeEngine
+import tempfile
+backend = tinkex.LocalBackend(engine=FakeEngine(), data_dir=tempfile.mkdtemp())
+service = tinkex.ServiceClient(base_url=backend.base_url)
+client = service.create_lora_training_client("fake")
+print(client.optim_step(tinkex.AdamParams()).result(10).metrics["grad_norm:mean"])
+"""
+    assert run(code) == "0.0"

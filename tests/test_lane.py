@@ -1,0 +1,255 @@
+"""Order on the server: lanes release by number, the worker does things in turn and tells the right one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinkex.engine import EngineError
+from tinkex.engine.fake import FakeEngine
+from tinkex.server.scheduler import Lane, Worker
+from tinkex.types import ModelInput, SampleRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+few = settings(max_examples=60, deadline=None)
+
+# ── lanes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.permutations(list(range(1, 9))))
+@few
+def test_any_order_of_arrival_gives_the_order_of_numbers(order: list[int]) -> None:
+    lane: Lane[int] = Lane()
+    released: list[int] = []
+    for arrived, number in enumerate(order, 1):
+        released += lane.offer(number, number)
+        assert released == list(range(1, len(released) + 1))
+        assert lane.next == len(released) + 1
+        assert (lane.missing is None) == (len(released) == arrived)
+    assert released == list(range(1, 9))
+
+
+@given(st.lists(st.integers(1, 9), max_size=25), st.lists(st.integers(0, 24), max_size=3))
+@few
+def test_numbers_are_released_once_whatever_comes(arrivals: list[int], surrenders: list[int]) -> None:
+    """Against the plainest model: a set of numbers that came, a floor below which all has passed."""
+    lane: Lane[int] = Lane()
+    floor, waiting, out = 1, set[int](), list[int]()
+    for index, number in enumerate(arrivals):
+        if index in surrenders:
+            assert lane.give_up() == sorted(waiting)
+            floor = max([floor - 1, *waiting]) + 1
+            waiting = set()
+            assert lane.missing is None
+        if number < floor or number in waiting:
+            with pytest.raises(ValueError, match=str(number)):
+                lane.offer(number, number)
+        else:
+            waiting.add(number)
+            expected = []
+            while floor in waiting:
+                expected.append(floor)
+                waiting.discard(floor)
+                floor += 1
+            assert lane.offer(number, number) == expected
+            out += expected
+        assert lane.next == floor
+        assert lane.missing == (floor if waiting else None)
+        assert lane.free == max([floor - 1, *waiting]) + 1
+    assert out == sorted(set(out))
+
+
+def test_a_refused_number_changes_nothing() -> None:
+    lane: Lane[str] = Lane()
+    lane.offer(1, "a")
+    lane.offer(3, "c")
+    for number in (0, 1, 3, -5):
+        with pytest.raises(ValueError, match="next one is 2"):
+            lane.offer(number, "x")
+    assert lane.offer(2, "b") == ["b", "c"]
+
+
+def test_a_run_goes_on_after_a_gap_is_given_up() -> None:
+    lane: Lane[str] = Lane()
+    lane.offer(2, "b")
+    lane.offer(5, "e")
+    assert lane.give_up() == ["b", "e"]
+    assert lane.offer(6, "f") == ["f"]
+    with pytest.raises(ValueError, match="4"):
+        lane.offer(4, "late")
+
+
+# ── the worker ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def with_worker(engine: Any, body: Callable[[Worker], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        worker = Worker(engine)
+        worker.start()
+        try:
+            async with asyncio.timeout(20):
+                await body(worker)
+        finally:
+            await worker.stop()
+
+    asyncio.run(run())
+
+
+def request(tokens: int = 2) -> SampleRequest:
+    return SampleRequest(
+        prompt=ModelInput.from_ints([1, 2, 3]), sampling_params=SamplingParams(max_tokens=tokens), num_samples=1
+    )
+
+
+def sampling_engine(**options: Any) -> FakeEngine:
+    engine = FakeEngine(**options)
+    engine.load_sampler("s", "fake", None)
+    return engine
+
+
+def test_work_is_done_in_the_order_given_on_one_thread() -> None:
+    async def body(worker: Worker) -> None:
+        done: list[int] = []
+        threads: set[int] = set()
+
+        def work(number: int) -> int:
+            done.append(number)
+            threads.add(threading.get_ident())
+            return number * 2
+
+        results = await asyncio.gather(*(worker.run(work, number) for number in range(50)))
+        assert results == [2 * number for number in range(50)]
+        assert done == list(range(50))
+        assert len(threads) == 1
+        assert threading.get_ident() not in threads
+
+    with_worker(FakeEngine(), body)
+
+
+def test_a_failure_goes_to_its_own_future_and_work_goes_on() -> None:
+    def fail() -> None:
+        raise EngineError("only this one")
+
+    async def body(worker: Worker) -> None:
+        before, bad, after = worker.run(int), worker.run(fail), worker.run(int, "7")
+        with pytest.raises(EngineError, match="only this one"):
+            await bad
+        assert await before == 0
+        assert await after == 7
+
+    with_worker(FakeEngine(), body)
+
+
+def test_work_and_sampling_take_turns() -> None:
+    """A long sample does not hold up passes, and passes do not hold up a sample."""
+    events: list[str] = []
+    engine = sampling_engine(delay=0.001)
+    inner = engine.sample_step
+    engine.sample_step = lambda: events.append("step") or inner()  # type: ignore[method-assign,func-returns-value]
+
+    async def body(worker: Worker) -> None:
+        sample = worker.sample("job", "s", request(20), 0)
+        work = [worker.run(events.append, "work") for _ in range(10)]
+        await asyncio.gather(sample, *work)
+        between = "".join(event[0] for event in events)
+        assert "ww" not in between[between.index("s") :]
+        assert events.count("work") == 10
+        assert events.count("step") == 20
+
+    with_worker(engine, body)
+
+
+def test_samples_advance_together() -> None:
+    async def body(worker: Worker) -> None:
+        short, long = worker.sample("a", "s", request(1), 0), worker.sample("b", "s", request(10), 0)
+        done, pending = await asyncio.wait({short, long}, return_when=asyncio.FIRST_COMPLETED)
+        assert done == {short}
+        assert pending == {long}
+        assert len((await long).sequences[0].tokens) == 10
+
+    with_worker(sampling_engine(delay=0.002), body)
+
+
+def test_a_sample_that_is_refused_fails_alone() -> None:
+    async def body(worker: Worker) -> None:
+        good, bad = worker.sample("a", "s", request(), 0), worker.sample("b", "nowhere", request(), 0)
+        with pytest.raises(EngineError, match="nowhere"):
+            await bad
+        assert len((await good).sequences) == 1
+
+    with_worker(sampling_engine(), body)
+
+
+def test_a_sample_that_fails_on_its_way_fails_alone() -> None:
+    def fail(method: str, subject: str) -> None:
+        if (method, subject) == ("sample_step", "b"):
+            raise EngineError("ran out")
+
+    async def body(worker: Worker) -> None:
+        good, bad = worker.sample("a", "s", request(5), 0), worker.sample("b", "s", request(5), 0)
+        with pytest.raises(EngineError, match="ran out"):
+            await bad
+        assert len((await good).sequences[0].tokens) == 5
+
+    engine = sampling_engine()
+    engine.fail = fail
+    with_worker(engine, body)
+
+
+def test_a_step_that_breaks_loses_its_samples_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    engine = sampling_engine()
+    inner, broken = engine.sample_step, [True]
+
+    def step() -> Any:
+        if broken.pop() if broken else False:
+            raise RuntimeError("device lost")
+        return inner()
+
+    engine.sample_step = step  # type: ignore[method-assign]
+
+    async def body(worker: Worker) -> None:
+        lost = worker.sample("a", "s", request(), 0)
+        with pytest.raises(RuntimeError, match="device lost"):
+            await lost
+        assert not engine.sampling()
+        assert len((await worker.sample("b", "s", request(), 0)).sequences) == 1
+
+    with_worker(engine, body)
+    assert "sampling step failed" in caplog.text
+
+
+def test_stopping_finishes_what_was_given() -> None:
+    done: list[int] = []
+
+    async def run() -> None:
+        worker = Worker(FakeEngine(delay=0.001))
+        worker.start()
+        futures = [worker.run(done.append, number) for number in range(20)]
+        await worker.stop()
+        await asyncio.sleep(0)
+        assert all(future.done() for future in futures)
+        await worker.stop()  # a second time does nothing
+
+    asyncio.run(run())
+    assert done == list(range(20))
+
+
+def test_stopping_does_not_leave_samples_without_an_answer() -> None:
+    async def run() -> None:
+        worker = Worker(sampling_engine(delay=0.01))
+        worker.start()
+        sample = worker.sample("a", "s", request(1000), 0)
+        await asyncio.sleep(0.05)
+        await worker.stop()
+        await asyncio.sleep(0)
+        assert sample.done()
+        assert sample.exception() is not None
+
+    asyncio.run(run())

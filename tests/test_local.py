@@ -1,0 +1,301 @@
+"""The embedded backend: shared and let go, closed with a clear error, and as honest about faults as a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tinkex
+from tinkex import LocalBackend, ServiceClient, local
+from tinkex.engine.fake import FakeEngine
+from tinkex.futures import start
+from tinkex.local import AsgiExchange
+
+STEP = tinkex.AdamParams(learning_rate=0.1)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[FakeEngine]]:
+    """The engines that `base_url="local"` made, fake ones here; the data directory is the test's own."""
+    engines: list[FakeEngine] = []
+
+    def make(models: Any = None) -> FakeEngine:
+        engines.append(FakeEngine())
+        return engines[-1]
+
+    monkeypatch.setattr(local, "make_engine", make)
+    monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path / "data"))
+    yield engines
+    assert local._shared == {}
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether something becomes true within a few seconds."""
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    return condition()
+
+
+def engine_threads() -> int:
+    return sum(thread.name == "tinkex-engine" for thread in threading.enumerate())
+
+
+def test_clients_share_one_backend_and_the_last_lets_it_go(made: list[FakeEngine]) -> None:
+    before = engine_threads()
+    first, second = ServiceClient(base_url="local"), ServiceClient(base_url="local")
+    assert made == []  # nothing before the first call
+    client = first.create_lora_training_client("fake", rank=4)
+    sampler = second.create_sampling_client(base_model="fake")
+    assert len(made) == 1
+    assert engine_threads() == before + 1
+    first.close().result(10)
+    assert sampler.get_base_model() == "fake"
+    assert len(local._shared) == 1
+    second.close().result(10)
+    assert local._shared == {}
+    assert eventually(lambda: engine_threads() == before)
+    with (  # another one starts afresh
+        ServiceClient(base_url="local") as third,
+        pytest.raises(tinkex.GoneError, match="create_training_client_from_state"),
+    ):
+        third._session.start(_step(third, client.model_id)).result(10)
+    assert len(made) == 2
+
+
+async def _step(service: ServiceClient, model_id: str) -> Any:
+    from tinkex import protocol
+    from tinkex.types import OptimStepRequest
+
+    request = OptimStepRequest(model_id=model_id, seq_id=1, adam_params=STEP)
+    return await service._session.transport.call(protocol.OPTIM_STEP, request)
+
+
+def test_a_client_that_is_dropped_lets_go_too(made: list[FakeEngine]) -> None:
+    before = engine_threads()
+    service = ServiceClient(base_url="local")
+    client = service.create_lora_training_client("fake", rank=4)
+    assert client.optim_step(STEP).result(10).metrics is not None
+    del service
+    gc.collect()
+    assert client.optim_step(STEP).result(10).metrics is not None  # a client of it is enough
+    del client
+    assert eventually(lambda: local._shared == {})
+    assert eventually(lambda: engine_threads() == before)
+
+
+def test_a_client_that_never_called_lets_go_too(made: list[FakeEngine]) -> None:
+    service = ServiceClient(base_url="local")
+    assert len(local._shared) == 1
+    del service
+    assert eventually(lambda: local._shared == {})
+    with ServiceClient(base_url="local"):
+        pass
+    assert local._shared == {}
+    assert made == []
+
+
+def test_checkpoints_outlive_a_backend(made: list[FakeEngine]) -> None:
+    with ServiceClient(base_url="local") as service:
+        path = service.create_lora_training_client("fake", rank=4).save_state("a").result(10).path
+    with ServiceClient(base_url="local") as service:
+        assert service.create_training_client_from_state(path).get_info().lora_rank == 4
+
+
+def test_the_environment_can_ask_for_it(made: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", "local")
+    with ServiceClient() as service:
+        assert service.get_server_capabilities().supported_models[0].model_name == "fake"
+
+
+def test_two_backends_are_two(tmp_path: Path) -> None:
+    with (
+        LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "a") as one,
+        LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "b") as other,
+        ServiceClient(base_url=one.base_url) as service,
+        ServiceClient(base_url=other.base_url) as stranger,
+    ):
+        assert one.base_url != other.base_url
+        path = service.create_lora_training_client("fake").save_state("a").result(10).path
+        with pytest.raises(tinkex.NotFoundError, match="no checkpoint"):
+            stranger.create_training_client_from_state(path)
+
+
+def test_a_closed_backend_says_so(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with LocalBackend(engine=engine, data_dir=tmp_path) as backend:
+        service = ServiceClient(base_url=backend.base_url)
+        client = service.create_lora_training_client("fake")
+    before = engine_threads()
+    for call in (
+        lambda: client.optim_step(STEP).result(5),
+        lambda: service.create_sampling_client(base_model="fake"),
+        lambda: service.get_server_capabilities(),
+    ):
+        began = time.monotonic()
+        with pytest.raises(tinkex.TinkerError, match="closed"):
+            call()
+        assert time.monotonic() - began < 2
+    assert engine_threads() == before
+    service.close().result(10)
+    with pytest.raises(tinkex.ConfigurationError, match=backend.base_url):
+        ServiceClient(base_url=backend.base_url)
+    backend.close()
+
+
+def test_closing_a_backend_ends_what_waits(tmp_path: Path) -> None:
+    backend = LocalBackend(engine=FakeEngine(delay=0.02), data_dir=tmp_path)
+    service = ServiceClient(base_url=backend.base_url)
+    sampler = service.create_sampling_client(base_model="fake")
+    future = sampler.sample(tinkex.ModelInput.from_ints([1]), 1, tinkex.SamplingParams(max_tokens=100_000))
+    time.sleep(0.2)
+    backend.close()
+    assert isinstance(future.exception(5), tinkex.TinkerError)
+    service.close().result(10)
+
+
+def test_a_backend_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "file") as backend:
+        service = ServiceClient(base_url=backend.base_url)
+        with pytest.raises(Exception, match="file"):
+            service.get_server_capabilities()
+        service.close().result(10)
+
+
+def test_a_key_works_in_process_too(tmp_path: Path) -> None:
+    with LocalBackend(engine=FakeEngine(), data_dir=tmp_path, api_key="tml-x") as backend:
+        with (
+            ServiceClient(base_url=backend.base_url) as service,
+            pytest.raises(tinkex.AuthenticationError, match="X-API-Key"),
+        ):
+            service.get_server_capabilities()
+        with ServiceClient(base_url=backend.base_url, api_key="tml-x") as service:
+            assert service.get_server_capabilities().supported_models
+
+
+# ── the bridge ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Application:
+    """An ASGI application that does as it is told and remembers what it saw."""
+
+    def __init__(self, behaviour: str = "answer") -> None:
+        self.behaviour = behaviour
+        self.events: list[str] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await receive()
+            if self.behaviour == "no start":
+                await send({"type": "lifespan.startup.failed", "message": "cannot begin"})
+                return
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            self.events.append("shutdown")
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        body = await receive()
+        self.events.append(f"{scope['method']} {scope['path']} {len(body['body'])}")
+        if self.behaviour == "hang":
+            try:
+                await receive()
+            finally:  # a disconnect, or a cancellation
+                self.events.append("left")
+            return
+        if self.behaviour == "raise":
+            raise ZeroDivisionError("a fault of its own")
+        if self.behaviour == "silent":
+            return
+        await send({"type": "http.response.start", "status": 201, "headers": [(b"X-Made", b"yes")]})
+        for part in (b"one ", b"two"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        if self.behaviour == "half":
+            return
+        await send({"type": "http.response.body", "body": b""})
+
+
+def exchange(application: Application, timeout: float = 5, between: Any = None) -> Any:
+    async def run() -> Any:
+        bridge = AsgiExchange(application)
+        await bridge.open()
+        try:
+            sending = asyncio.ensure_future(bridge.send("POST", "/x", {"A": "b"}, b"body", timeout))
+            if between is not None:
+                await asyncio.sleep(0.05)
+                between(sending)
+            return await sending
+        finally:
+            await asyncio.sleep(0.01)
+            await bridge.close()
+
+    return start(run()).result(10)
+
+
+def test_an_answer_comes_back_whole() -> None:
+    application = Application()
+    reply = exchange(application)
+    assert (reply.status, reply.headers, reply.body) == (201, {"x-made": "yes"}, b"one two")
+    assert application.events == ["POST /x 4", "shutdown"]
+
+
+def test_a_timeout_is_reported_to_both_sides() -> None:
+    application = Application("hang")
+    with pytest.raises(TimeoutError, match=r"0.05 s"):
+        exchange(application, timeout=0.05)
+    assert application.events == ["POST /x 4", "left", "shutdown"]
+
+
+def test_nothing_is_left_behind_by_a_timeout(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            exchange(Application("hang"), timeout=0.02)
+    gc.collect()
+    start(asyncio.sleep(0.05)).result(5)
+    assert "was destroyed" not in caplog.text
+    assert "never retrieved" not in caplog.text
+
+
+def test_a_cancelled_caller_is_let_go() -> None:
+    application = Application("hang")
+    with pytest.raises(concurrent.futures.CancelledError):
+        exchange(application, between=lambda sending: sending.cancel())
+    assert application.events == ["POST /x 4", "left", "shutdown"]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "words"),
+    [
+        ("raise", ZeroDivisionError, "of its own"),
+        ("silent", ConnectionError, "no answer"),
+        ("half", ConnectionError, "no answer"),
+    ],
+)
+def test_faults_of_the_application_are_told(behaviour: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        exchange(Application(behaviour))
+
+
+def test_a_start_that_fails_is_told() -> None:
+    with pytest.raises(RuntimeError, match="cannot begin"):
+        exchange(Application("no start"))
+
+
+def test_after_the_end_nothing_is_sent() -> None:
+    async def run() -> None:
+        bridge = AsgiExchange(Application())
+        await bridge.open()
+        await bridge.close()
+        with pytest.raises(ConnectionError, match="closed"):
+            await bridge.send("GET", "/x", {}, None, 1)
+
+    start(run()).result(5)

@@ -1,0 +1,187 @@
+"""The table of endpoints: complete on both sides, and answered by the server in the forms the protocol names."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from starlette.routing import Route
+
+from support import Wire, pass_json, sample_json, serving, step_json
+from tinkex import codec, protocol
+from tinkex.engine.fake import FakeEngine
+from tinkex.protocol import OPERATIONS, PREFIX, Operation
+from tinkex.server.app import create_app
+from tinkex.server.handlers import HANDLERS
+from tinkex.types.record import Record, from_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+each = pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: str(op.name))
+each_with_body = pytest.mark.parametrize(
+    "op", [op for op in OPERATIONS if op.request is not None], ids=lambda op: str(op.name)
+)
+
+
+@pytest.fixture(scope="module")
+def wire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
+    with serving(FakeEngine(), tmp_path_factory.mktemp("server")) as url:
+        yield Wire(url)
+
+
+def test_names_and_paths_are_unique() -> None:
+    assert len({op.name for op in OPERATIONS}) == len(OPERATIONS)
+    assert len({(op.method, op.path) for op in OPERATIONS}) == len(OPERATIONS)
+    listed = {value for value in vars(protocol).values() if isinstance(value, Operation)}
+    assert listed == set(OPERATIONS)
+
+
+def test_the_server_has_these_routes_and_no_others(tmp_path: Path) -> None:
+    app = create_app(FakeEngine(), tmp_path)
+    routes = {(route.path, *(route.methods or ())) for route in app.routes if isinstance(route, Route)}
+    expected = {(f"{PREFIX}/{op.path}", op.method, *(["HEAD"] if op.method == "GET" else [])) for op in OPERATIONS}
+    assert {frozenset(route) for route in routes} == {frozenset(route) for route in expected}
+
+
+@each
+def test_each_operation_has_a_handler_and_types(op: Operation) -> None:
+    assert op is protocol.RETRIEVE_FUTURE or op.name in HANDLERS
+    assert (op.method == "GET") == (op.request is None)
+    assert op.request is None or issubclass(op.request, Record)
+    assert issubclass(op.response, Record)
+    if op.result is not None:
+        assert op.request_type
+        assert op.response.__name__ == "UntypedAPIFuture"
+
+
+def test_there_is_no_handler_without_an_operation() -> None:
+    assert {op.name for op in OPERATIONS} - {"retrieve_future"} == HANDLERS.keys()
+
+
+MINIMAL_ANSWERS: dict[str, str] = {
+    "client_config": "{}",
+    "client_dynamic_config": "{}",
+    "create_session": '{"session_id":"sess-1"}',
+    "session_heartbeat": "{}",
+    "finish_session": "{}",
+    "create_model": '{"request_id":"r0"}',
+    "get_info": '{"model_data":{"model_name":"Qwen/Qwen3-8B"},"model_id":"sess-1:train:0"}',
+    "weights_info": '{"base_model":"Qwen/Qwen3-8B","is_lora":true,"lora_rank":32}',
+    "create_sampling_session": '{"sampling_session_id":"sess-1:sample:1"}',
+    "get_sampler": '{"sampler_id":"sess-1:sample:0","base_model":"Qwen/Qwen3-8B"}',
+    "asample": '{"request_id":"q0","sample_sequence_ids":["q0:0"]}',
+    "get_server_capabilities": '{"supported_models":[{"model_name":"Qwen/Qwen3-8B"}]}',
+    "healthz": '{"status":"ok"}',
+    "telemetry": '{"status":"accepted"}',
+    "retrieve_future": "{}",
+}
+MINIMAL_RESULTS: dict[str, str] = {
+    "create_model": '{"model_id":"sess-1:train:0"}',
+    "optim_step": "{}",
+    "save_weights": '{"path":"tinker://sess-1:train:0/weights/s1"}',
+    "save_weights_for_sampler": '{"path":"tinker://sess-1:train:0/sampler_weights/w1"}',
+    "load_weights": "{}",
+}
+
+
+@each
+def test_the_least_answer_is_enough_and_more_does_no_harm(op: Operation) -> None:
+    text = MINIMAL_ANSWERS.get(op.name, '{"request_id":"r1"}')
+    codec.decode(op.response, text.encode())
+    more = text[:-1] + (", " if len(text) > 2 else "") + '"news":{"x":[1]}}'
+    codec.decode(op.response, more.encode())
+    if op.name in MINIMAL_RESULTS:
+        assert op.result is not None
+        codec.decode(op.result, MINIMAL_RESULTS[op.name].encode())
+    elif op.result is not None:
+        assert codec.has_protobuf(op.result)
+
+
+def requests(wire: Wire) -> dict[str, Any]:
+    """A minimal request for each operation of a session that is well under way."""
+    session = wire.session()
+    model = wire.model(session)
+    wire.run("save_weights", {"model_id": model, "path": "a", "seq_id": 1})
+    wire.run("save_weights_for_sampler", {"model_id": model, "path": "a", "seq_id": 2})
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
+    sampler = wire.post("create_sampling_session", body)["sampling_session_id"]
+    saved = f"tinker://{model}/weights/a"
+    forward = pass_json(model, 4)
+    forward["forward_input"] = forward.pop("forward_backward_input")
+    return {
+        "client_config": {"sdk_version": "0.36.0"},
+        "client_dynamic_config": {"sdk_version": "0.36.0"},
+        "create_session": {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0", "type": "create_session"},
+        "session_heartbeat": {"session_id": session, "type": "session_heartbeat"},
+        "create_model": {"session_id": session, "model_seq_id": 1, "base_model": "fake"},
+        "get_info": {"model_id": model},
+        "forward_backward": pass_json(model, 3),
+        "forward": forward,
+        "optim_step": step_json(model, 5),
+        "save_weights": {"model_id": model, "path": "b", "seq_id": 6},
+        "save_weights_for_sampler": {"model_id": model, "sampling_session_seq_id": 1, "seq_id": 7},
+        "load_weights": {"model_id": model, "path": saved, "optimizer": True, "seq_id": 8},
+        "weights_info": {"tinker_path": saved},
+        "create_sampling_session": {
+            "session_id": session,
+            "sampling_session_seq_id": 2,
+            "model_path": f"tinker://{model}/sampler_weights/a",
+        },
+        "get_sampler": sampler,
+        "asample": sample_json(sampler),
+        "retrieve_future": {"request_id": f"{model}:1"},
+        "get_server_capabilities": None,
+        "healthz": None,
+        "telemetry": {"events": [{"event": "SESSION_START"}], "session_id": session},
+        "finish_session": {"reason": {"type": "success"}, "detail": None},
+    }
+
+
+def test_the_server_answers_every_operation_in_its_form(wire: Wire) -> None:
+    bodies = requests(wire)
+    session = bodies["session_heartbeat"]["session_id"]
+    assert bodies.keys() == {op.name for op in OPERATIONS}
+    for name, body in bodies.items():
+        op = next(op for op in OPERATIONS if op.name == name)
+        path = op.path.format(session_id=session, sampler_id=bodies["get_sampler"])
+        heard = wire.send(path, None if op.method == "GET" else body, method=op.method)
+        assert heard.status == 200, (op.name, heard)
+        assert heard.headers["content-type"].startswith("application/json"), op.name
+        answer = from_json(op.response, heard.body)
+        if op.result is not None:
+            outcome = wire.result(answer.request_id)
+            assert "error" not in outcome, (op.name, outcome)
+            codec.decode(op.result, wire.send("retrieve_future", {"request_id": answer.request_id}).body)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b'"x"', b"\xff", b'{"a":'], ids=repr)
+@each_with_body
+def test_malformed_bodies_are_the_callers_fault(wire: Wire, op: Operation, body: bytes) -> None:
+    path = re.sub(r"\{\w+\}", "nothing", op.path)
+    for content_type in ("application/json", "application/x-protobuf", "text/plain"):
+        heard = wire.send(path, body, headers={"Content-Type": content_type})
+        assert heard.status < 500, (op.name, content_type, heard)
+        assert "detail" in heard.json or heard.status == 200
+
+
+@each_with_body
+def test_fields_of_the_wrong_type_are_named(wire: Wire, op: Operation) -> None:
+    path = re.sub(r"\{\w+\}", "nothing", op.path)
+    assert op.request is not None
+    fields = {name: {"surprising": ["thing"]} for name in op.request.__struct_fields__}
+    heard = wire.send(path, fields)
+    assert heard.status == 400
+    assert op.name in heard.json["detail"]
+    assert any(name in heard.json["detail"] for name in fields)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "nothing"), ("GET", "create_session"), ("DELETE", "healthz"), ("GET", "")]
+)
+def test_other_routes_are_not_there(wire: Wire, method: str, path: str) -> None:
+    heard = wire.send(path, method=method)
+    assert heard.status == 404
+    assert path in heard.json["detail"]

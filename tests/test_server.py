@@ -1,0 +1,812 @@
+"""What the server promises, spoken to without a client: order, idempotency, checkpoints, sessions, limits, dialects."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import Wire, pass_json, sample_json, serving, step_json
+from tinkex import codec, protobuf, types
+from tinkex.engine import EngineError
+from tinkex.engine.fake import FakeEngine
+from tinkex.server.handlers import Limits
+from tinkex.server.promises import KEEP_READ, KEEP_UNREAD, Promises
+
+
+class Recorder:
+    """Notes what the engine is asked to do, and fails or waits where it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.errors: dict[str, Exception] = {}
+        self.gates: dict[str, threading.Event] = {}
+
+    def __call__(self, method: str, subject: str) -> None:
+        self.calls.append(method)
+        if method in self.gates:
+            assert self.gates[method].wait(20)
+        if method in self.errors:
+            raise self.errors.pop(method)
+
+
+@dataclass
+class Shared:
+    """One server for most tests: sessions are independent, and the recorder starts anew for each."""
+
+    wire: Wire
+    engine: FakeEngine
+    data_dir: Path
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    engine, data_dir = FakeEngine(), tmp_path_factory.mktemp("shared")
+    with serving(engine, data_dir, limits=Limits(gap_seconds=0.3, poll_seconds=0.3)) as url:
+        yield Shared(Wire(url), engine, data_dir)
+
+
+@pytest.fixture
+def engine(shared: Shared) -> FakeEngine:
+    return shared.engine
+
+
+@pytest.fixture
+def recorder(shared: Shared) -> Recorder:
+    shared.wire.model()  # whatever an earlier test left to do is done now
+    shared.engine.fail = Recorder()
+    return shared.engine.fail
+
+
+@pytest.fixture
+def wire(shared: Shared, recorder: Recorder) -> Wire:
+    return shared.wire
+
+
+@pytest.fixture
+def files(shared: Shared) -> Callable[[str], list[Path]]:
+    """The checkpoint files of a run."""
+    root = shared.data_dir / "checkpoints"
+    return lambda model: [path for path in (root / model.replace(":", "_")).rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Wire]]:
+    """Starts servers on the test's data directory."""
+    with ExitStack() as stack:
+        yield lambda engine, **options: Wire(stack.enter_context(serving(engine, tmp_path, **options)))
+
+
+def failure(outcome: Any, *words: str, category: str = "user") -> None:
+    """An outcome must be an in-band error that says these things."""
+    assert outcome.keys() == {"error", "category"}, outcome
+    assert outcome["category"] == category
+    for word in words:
+        assert word in outcome["error"]
+
+
+def refusal(wire: Wire, status: int, path: str, body: Any, *words: str) -> None:
+    """A request must be refused with a status and these words."""
+    heard = wire.send(path, body)
+    assert heard.status == status, heard
+    for word in words:
+        assert word in heard.json["detail"]
+
+
+# ── order and idempotency ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_same_request_again_gets_the_same_receipt_and_runs_once(wire: Wire, recorder: Recorder) -> None:
+    model = wire.model()
+    bodies = [("forward_backward", pass_json(model, 1)), ("optim_step", step_json(model, 2))]
+    for path, body in bodies:
+        first, again = wire.post(path, body), wire.post(path, body)
+        assert first == again
+        assert first["model_id"] == model
+    wire.result(first["request_id"])
+    for path, body in bodies:  # long after it is done, too
+        assert wire.result(wire.post(path, body)["request_id"]) is not None
+    assert recorder.calls == ["create", "forward_backward", "optim_step"]
+
+
+def test_a_request_sent_twice_at_once_runs_once(wire: Wire, recorder: Recorder) -> None:
+    model = wire.model()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        receipts = list(pool.map(lambda _: wire.post("optim_step", step_json(model, 1)), range(16)))
+    assert len({receipt["request_id"] for receipt in receipts}) == 1
+    wire.result(receipts[0]["request_id"])
+    assert recorder.calls.count("optim_step") == 1
+
+
+def test_another_request_under_a_used_number_fails_in_band(wire: Wire, recorder: Recorder) -> None:
+    model = wire.model()
+    good = wire.post("optim_step", step_json(model, 1))["request_id"]
+    other = wire.post("optim_step", step_json(model, 1, learning_rate=0.5))["request_id"]
+    assert other != good
+    failure(wire.result(other), "number 1", "another request")
+    assert "metrics" in wire.result(good)
+    assert wire.post("optim_step", step_json(model, 1, learning_rate=0.5))["request_id"] == other
+    assert "metrics" in wire.run("optim_step", step_json(model, 2))
+    assert recorder.calls.count("optim_step") == 2
+
+
+def test_the_same_body_for_another_operation_is_another_request(wire: Wire) -> None:
+    model = wire.model()
+    body = {"model_id": model, "seq_id": 1, "path": "a"}
+    assert "path" in wire.run("save_weights", body)
+    failure(wire.run("save_weights_for_sampler", body), "another request")
+
+
+def test_requests_are_executed_by_number_not_by_arrival(wire: Wire, recorder: Recorder) -> None:
+    model = wire.model()
+    last = wire.post("save_weights", {"model_id": model, "path": "a", "seq_id": 3})["request_id"]
+    middle = wire.post("optim_step", step_json(model, 2))["request_id"]
+    time.sleep(0.05)
+    assert recorder.calls == ["create"]
+    first = wire.post("forward_backward", pass_json(model, 1))["request_id"]
+    for request_id in (last, middle, first):
+        assert "error" not in wire.result(request_id)
+    assert recorder.calls == ["create", "forward_backward", "optim_step", "save"]
+
+
+def test_a_gap_is_given_up_and_the_run_goes_on(wire: Wire, recorder: Recorder) -> None:
+    model = wire.model()
+    began = time.monotonic()
+    waiting = [wire.post("optim_step", step_json(model, number))["request_id"] for number in (2, 4)]
+    for request_id in waiting:
+        failure(wire.result(request_id), "number 1", "never arrived")
+    assert time.monotonic() - began < 3
+    assert recorder.calls == ["create"]
+    assert "metrics" in wire.run("optim_step", step_json(model, 5))
+    failure(wire.run("optim_step", step_json(model, 1)), "number 1", "has passed", "next one is 6")
+    failure(wire.run("optim_step", step_json(model, 3)), "number 3")
+    assert recorder.calls == ["create", "optim_step"]
+
+
+def test_a_number_that_arrives_in_time_stops_the_clock(wire: Wire) -> None:
+    model = wire.model()
+    second = wire.post("optim_step", step_json(model, 2))["request_id"]
+    time.sleep(0.2)
+    wire.post("optim_step", step_json(model, 1))
+    fourth = wire.post("optim_step", step_json(model, 4))["request_id"]
+    time.sleep(0.2)  # the first gap's time is over, the second's is not
+    wire.post("optim_step", step_json(model, 3))
+    assert "metrics" in wire.result(second)
+    assert "metrics" in wire.result(fourth)
+
+
+def test_a_failed_operation_uses_its_number_up(wire: Wire, recorder: Recorder) -> None:
+    model = wire.model()
+    recorder.errors["forward_backward"] = EngineError("not like this")
+    failure(wire.run("forward_backward", pass_json(model, 1)), "not like this")
+    recorder.errors["optim_step"] = RuntimeError("the device is on fire")
+    failure(wire.run("optim_step", step_json(model, 2)), "RuntimeError", category="server")
+    assert "metrics" in wire.run("optim_step", step_json(model, 3))
+
+
+def test_requests_without_a_number_take_the_next(wire: Wire) -> None:
+    model = wire.model()
+    assert wire.post("optim_step", step_json(model, None))["request_id"] == f"{model}:1"
+    assert wire.post("optim_step", step_json(model, None))["request_id"] == f"{model}:2"
+    assert wire.post("optim_step", step_json(model, 3))["request_id"] == f"{model}:3"
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_numbers_start_at_one(wire: Wire, number: int) -> None:
+    model = wire.model()
+    refusal(wire, 400, "optim_step", step_json(model, number), "seq_id")
+    assert "metrics" in wire.run("optim_step", step_json(model, 1))
+
+
+def test_a_request_that_was_refused_does_not_hold_up_the_next(wire: Wire) -> None:
+    """The client's counter has moved on, whatever the server thought of the request."""
+    model = wire.model()
+    bad = step_json(model, 1)
+    bad["adam_params"]["learning_rate"] = "fast"
+    began = time.monotonic()
+    heard = wire.send("optim_step", bad)
+    assert heard.status == 400 or "error" in wire.result(heard.json["request_id"])
+    assert "metrics" in wire.run("optim_step", step_json(model, 2))
+    assert time.monotonic() - began < 0.25
+
+
+def test_runs_do_not_wait_for_each_other(wire: Wire) -> None:
+    session = wire.session()
+    one, two = wire.model(session, 0), wire.model(session, 1)
+    wire.post("optim_step", step_json(one, 2))  # its first never comes
+    assert "metrics" in wire.run("optim_step", step_json(two, 1))
+
+
+def test_creating_the_same_model_again_gives_the_same(wire: Wire, recorder: Recorder) -> None:
+    session = wire.session()
+    assert wire.model(session) == wire.model(session) == f"{session}:train:0"
+    assert recorder.calls == ["create"]
+
+
+# ── what is not there ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_unknown_things_are_not_found(wire: Wire) -> None:
+    session = wire.session()
+    refusal(wire, 404, "optim_step", step_json("nobody", 1), "nobody")
+    refusal(wire, 404, "forward_backward", pass_json("nobody", 1), "nobody")
+    refusal(wire, 404, "save_weights", {"model_id": "nobody", "path": "a"}, "nobody")
+    refusal(wire, 404, "get_info", {"model_id": "nobody"}, "nobody")
+    refusal(wire, 404, "retrieve_future", {"request_id": "nothing"}, "nothing")
+    refusal(wire, 404, "asample", sample_json("nowhere"), "nowhere")
+    refusal(wire, 404, "session_heartbeat", {"session_id": "never"}, "never")
+    refusal(wire, 404, "sessions/never/finish", {"reason": {"type": "success"}}, "never")
+    refusal(wire, 404, "create_model", {"session_id": "never", "model_seq_id": 0, "base_model": "fake"}, "never")
+    refusal(wire, 404, "weights_info", {"tinker_path": f"tinker://{session}/weights/a"}, session)
+    assert wire.send("samplers/nowhere", method="GET").status == 404
+
+
+def test_a_wrong_model_name_lists_the_ones_there_are(wire: Wire) -> None:
+    session = wire.session()
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "flake"}
+    failure(wire.run("create_model", body), "'flake'", "fake")
+    refusal(wire, 404, "optim_step", step_json(f"{session}:train:0", 1), "train:0")
+    sampling = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "flake"}
+    refusal(wire, 400, "create_sampling_session", sampling, "'flake'", "fake")
+    good = wire.model(session, 1)
+    assert wire.post("get_info", {"model_id": good})["model_data"]["model_name"] == "fake"
+
+
+def test_an_optimizer_that_is_not_here_is_refused(wire: Wire) -> None:
+    body = {"session_id": wire.session(), "model_seq_id": 0, "base_model": "fake"}
+    failure(wire.run("create_model", body | {"optimizer_config": {"type": "dimuon"}}), "dimuon", "adamw")
+    model = wire.model()
+    failure(wire.run("optim_step", {"model_id": model, "seq_id": 1, "optimizer_params": {"type": "dimuon"}}), "adamw")
+
+
+def test_nothing_in_a_bad_request_changes_anything(wire: Wire) -> None:
+    """Two runs get the same good calls; one of them gets bad ones in between. They must stay equal."""
+    session = wire.session()
+    clean, tried = wire.model(session, 0), wire.model(session, 1)
+    numbers = {clean: iter(range(1, 100)), tried: iter(range(1, 100))}
+    bad: list[tuple[str, Callable[[int], Any]]] = [
+        ("forward_backward", lambda n: pass_json(tried, n, weights={"data": [1.0], "dtype": "float32"})),
+        ("forward_backward", lambda n: pass_json(tried, n, tokens=())),
+        ("optim_step", lambda n: {"model_id": tried, "seq_id": n}),
+        ("load_weights", lambda n: {"model_id": tried, "seq_id": n, "path": "tinker://x/weights/y", "optimizer": True}),
+        ("load_weights", lambda n: {"model_id": tried, "seq_id": n, "path": "nonsense", "optimizer": True}),
+        ("save_weights", lambda n: {"model_id": tried, "seq_id": n, "path": "../up"}),
+    ]
+    for path, make in bad:
+        losses = []
+        for model in (clean, tried):
+            wire.run("forward_backward", pass_json(model, next(numbers[model])))
+        outcome = wire.run(path, make(next(numbers[tried])))
+        assert "error" in outcome or path == "forward_backward", outcome
+        for model in (clean, tried):
+            wire.run("optim_step", step_json(model, next(numbers[model])))
+            losses.append(wire.run("forward_backward", pass_json(model, next(numbers[model])))["metrics"])
+        assert losses[0] == losses[1]
+
+
+# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def save(wire: Wire, model: str, number: int, name: str | None, kind: str = "save_weights", **fields: Any) -> Any:
+    return wire.run(kind, {"model_id": model, "seq_id": number, "path": name, **fields})
+
+
+def loss(wire: Wire, model: str, number: int) -> float:
+    body = pass_json(model, number) | {"forward_only": True}
+    return float(wire.run("forward_backward", body)["metrics"]["loss:sum"])
+
+
+def test_a_name_is_used_once_unless_told_otherwise(wire: Wire, files: Callable[[str], list[Path]]) -> None:
+    model = wire.model()
+    first = save(wire, model, 1, "a")["path"]
+    assert first == f"tinker://{model}/weights/a"
+    failure(save(wire, model, 2, "a", ttl_seconds=3600), first, "exists", "overwrite=True")
+    before = loss(wire, model, 3)
+    wire.run("forward_backward", pass_json(model, 4))
+    wire.run("optim_step", step_json(model, 5))
+    assert save(wire, model, 6, "a", overwrite=True)["path"] == first
+    after = loss(wire, model, 7)
+    assert after != before
+    other = wire.model()
+    wire.run("load_weights", {"model_id": other, "seq_id": 1, "path": first, "optimizer": True})
+    assert loss(wire, other, 2) == after
+    assert len(files(model)) == 1
+
+
+def test_training_and_sampler_checkpoints_do_not_collide(wire: Wire) -> None:
+    model = wire.model()
+    assert save(wire, model, 1, "a")["path"].endswith("/weights/a")
+    assert save(wire, model, 2, "a", "save_weights_for_sampler")["path"].endswith("/sampler_weights/a")
+    failure(save(wire, model, 3, "a", "save_weights_for_sampler", ttl_seconds=3600), "exists")
+
+
+def test_a_nameless_checkpoint_is_named_after_its_number(wire: Wire) -> None:
+    model = wire.model()
+    assert save(wire, model, 1, None)["path"] == f"tinker://{model}/weights/step-1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../up", "a/b", "/etc", "..", ".", ".hidden", "", "a b", "a\n", "a\0b", "ä", "x" * 201, "-x", "a\\b", "~"],
+    ids=repr,
+)
+@pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler"])
+def test_bad_names_are_refused(wire: Wire, files: Callable[[str], list[Path]], name: str, kind: str) -> None:
+    model = wire.model()
+    outcome = save(wire, model, 1, name, kind)
+    if name == "" and kind == "save_weights":
+        assert outcome["path"].endswith("/step-1")
+        return
+    failure(outcome, "name")
+    assert files(model) == []
+
+
+@pytest.mark.parametrize("ttl", [0, -1, 3599, 10**9])
+def test_times_to_live_out_of_bounds_are_refused(wire: Wire, ttl: int) -> None:
+    model = wire.model()
+    failure(save(wire, model, 1, "a", ttl_seconds=ttl), "ttl_seconds", "3600", str(ttl))
+    assert "path" in save(wire, model, 2, "a", ttl_seconds=3600)
+
+
+def test_an_expired_checkpoint_is_gone_and_its_name_is_free(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wire.model()
+    path = save(wire, model, 1, "a", ttl_seconds=3600)["path"]
+    assert wire.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
+    later = time.time() + 3601
+    monkeypatch.setattr("tinkex.server.store.time.time", lambda: later)
+    refusal(wire, 404, "weights_info", {"tinker_path": path}, "a")
+    load = {"model_id": model, "seq_id": 2, "path": path, "optimizer": True}
+    failure(wire.run("load_weights", load), "no checkpoint", "expired")
+    assert save(wire, model, 3, "a")["path"] == path
+    assert wire.post("weights_info", {"tinker_path": path})["base_model"] == "fake"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_interrupted_save_leaves_nothing(
+    wire: Wire,
+    engine: FakeEngine,
+    files: Callable[[str], list[Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    overwrite: bool,
+) -> None:
+    model = wire.model()
+    path = f"tinker://{model}/weights/a"
+    if overwrite:
+        save(wire, model, 1, "a")
+    real = engine.save
+
+    def half(adapter: str, directory: Path, *, optimizer: bool) -> None:
+        real(adapter, directory, optimizer=optimizer)
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "save", half)
+        failure(save(wire, model, 2 if overwrite else 1, "a", overwrite=overwrite), "no space", category="server")
+    assert len(files(model)) == (1 if overwrite else 0)
+    assert wire.send("weights_info", {"tinker_path": path}).status == (200 if overwrite else 404)
+    assert "path" in save(wire, model, 3 if overwrite else 2, "a", overwrite=overwrite)
+
+
+def test_the_wrong_kind_of_path_is_told_apart(wire: Wire) -> None:
+    session = wire.session()
+    model = wire.model(session)
+    training = save(wire, model, 1, "a")["path"]
+    sampler = save(wire, model, 2, "a", "save_weights_for_sampler")["path"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": training}
+    refusal(wire, 400, "create_sampling_session", body, "training checkpoint", "sampler_weights")
+    load = {"model_id": model, "seq_id": 3, "path": sampler, "optimizer": False}
+    failure(wire.run("load_weights", load), "sampler checkpoint", "weights")
+    for bad in ("tinker://a/b", "nonsense", "tinker://a/other/b", "tinker:///weights/x"):
+        refusal(wire, 400, "create_sampling_session", body | {"model_path": bad}, bad)
+        refusal(wire, 400, "weights_info", {"tinker_path": bad}, bad)
+
+
+def test_a_checkpoint_of_another_shape_is_refused(wire: Wire) -> None:
+    session = wire.session()
+    path = save(wire, wire.model(session, 0, rank=4), 1, "a")["path"]
+    other = wire.model(session, 1, rank=8)
+    failure(wire.run("load_weights", {"model_id": other, "seq_id": 1, "path": path, "optimizer": True}), "rank")
+
+
+def test_a_run_can_be_made_by_loading(wire: Wire) -> None:
+    session = wire.session()
+    model = wire.model(session, 0)
+    wire.run("forward_backward", pass_json(model, 1))
+    wire.run("optim_step", step_json(model, 2))
+    path = save(wire, model, 3, "a")["path"]
+    body = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+    made = wire.run("load_weights", body)
+    assert made["model_id"] == f"{session}:train:1"
+    assert loss(wire, made["model_id"], 1) == loss(wire, model, 4)
+    refusal(wire, 400, "load_weights", {"path": path, "optimizer": True}, "model_id")
+
+
+def test_a_run_that_could_not_be_loaded_is_not_there(wire: Wire, recorder: Recorder) -> None:
+    session = wire.session()
+    path = save(wire, wire.model(session, 0), 1, "a")["path"]
+    recorder.errors["load"] = EngineError("the file is damaged")
+    body = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+    failure(wire.run("load_weights", body), "damaged")
+    assert wire.send("forward_backward", pass_json(f"{session}:train:1", 1)).status in (404, 410)
+
+
+# ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sampler_of(wire: Wire, session: str | None = None, **source: Any) -> str:
+    body = {"session_id": session or wire.session(), "sampling_session_seq_id": 0, "base_model": "fake", **source}
+    return str(wire.post("create_sampling_session", body)["sampling_session_id"])
+
+
+def test_a_sample_sent_again_is_not_drawn_again(wire: Wire, recorder: Recorder) -> None:
+    sampler = sampler_of(wire)
+    body = sample_json(sampler, 7, num_samples=3)
+    del body["sampling_params"]["seed"]
+    first, again = wire.post("asample", body), wire.post("asample", body)
+    assert first == again
+    assert len(set(first["sample_sequence_ids"])) == 3
+    assert wire.result(first["request_id"]) == wire.result(again["request_id"])
+    assert recorder.calls.count("sample_start") == 1
+    other = wire.post("asample", body | {"seq_id": 8})
+    assert other["request_id"] != first["request_id"]
+    assert wire.result(other["request_id"]) != wire.result(first["request_id"])
+
+
+@pytest.mark.parametrize("count", [0, -1, 1025])
+def test_the_number_of_samples_is_bounded(wire: Wire, count: int) -> None:
+    refusal(wire, 400, "asample", sample_json(sampler_of(wire), num_samples=count), "num_samples", "1024", str(count))
+
+
+def test_sampling_without_a_session_names_its_source(wire: Wire) -> None:
+    body = sample_json("", None, base_model="fake")
+    del body["sampling_session_id"]
+    assert len(wire.run("asample", body)["sequences"]) == 1
+    refusal(wire, 400, "asample", body | {"base_model": None}, "base_model")
+    refusal(wire, 400, "asample", body | {"base_model": "flake"}, "flake", "fake")
+
+
+def test_a_prompt_beyond_the_window_fails_in_band(wire: Wire) -> None:
+    prompt = {"chunks": [{"tokens": [1] * 65, "type": "encoded_text"}]}
+    failure(wire.run("asample", sample_json(sampler_of(wire), prompt=prompt)), "65", "64")
+
+
+def test_a_sampler_keeps_its_weights_while_training_goes_on(wire: Wire) -> None:
+    session = wire.session()
+    model = wire.model(session)
+    snapshot = wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 5})[
+        "sampling_session_id"
+    ]
+    assert snapshot == f"{session}:sample:5"
+    assert wire.get(f"samplers/{snapshot}")["base_model"] == "fake"
+    before = wire.run("asample", sample_json(snapshot, 0))
+    for number in (2, 4):
+        wire.run("forward_backward", pass_json(model, number, tokens=tuple(range(64))))
+        wire.run("optim_step", step_json(model, number + 1))
+    assert wire.run("asample", sample_json(snapshot, 1)) == before
+    fresh = wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 6, "sampling_session_seq_id": 6})
+    assert wire.run("asample", sample_json(fresh["sampling_session_id"], 0)) != before
+
+
+def test_a_nameless_save_needs_a_number(wire: Wire) -> None:
+    model = wire.model()
+    failure(wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 1}), "sampling_session_seq_id")
+
+
+def test_a_sampler_that_cannot_be_loaded_says_why(wire: Wire, recorder: Recorder) -> None:
+    session = wire.session()
+    path = save(wire, wire.model(session), 1, "a", "save_weights_for_sampler")["path"]
+    sampler = sampler_of(wire, session, base_model=None, model_path=path)
+    recorder.errors["load_sampler"] = EngineError("the file is damaged")
+    failure(wire.run("asample", sample_json(sampler, 0)), "damaged")
+    assert len(wire.run("asample", sample_json(sampler, 1))["sequences"]) == 1  # and is tried anew
+
+
+# ── futures ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_poll_is_held_and_then_says_not_yet(wire: Wire, recorder: Recorder) -> None:
+    model = wire.model()
+    gate = recorder.gates["optim_step"] = threading.Event()
+    request_id = wire.post("optim_step", step_json(model, 1))["request_id"]
+    began = time.monotonic()
+    heard = wire.send("retrieve_future", {"request_id": request_id})
+    assert heard.status == 408
+    assert heard.json == {"queue_state": "active"}
+    assert 0.28 < time.monotonic() - began < 2
+    threading.Timer(0.1, gate.set).start()
+    began = time.monotonic()
+    heard = wire.send("retrieve_future", {"request_id": request_id})
+    assert heard.status == 200
+    assert time.monotonic() - began < 0.28
+
+
+def test_a_result_can_be_read_twice(wire: Wire) -> None:
+    model = wire.model()
+    request_id = wire.post("forward_backward", pass_json(model, 1))["request_id"]
+    assert wire.result(request_id) == wire.result(request_id)
+
+
+def test_results_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    async def run() -> None:
+        now = [1000.0]
+        monkeypatch.setattr("tinkex.server.promises.time.monotonic", lambda: now[0])
+        promises = Promises(clock=lambda: now[0])
+        unread, read, pending = (promises.add(name, b"", "s") for name in ("unread", "read", "pending"))
+        unread.settle(1)
+        read.settle(2)
+        read.touch()
+        now[0] += KEEP_READ - 1
+        promises.sweep()
+        assert promises.get("read") is read
+        now[0] += 2
+        promises.sweep()
+        assert promises.get("read") is None
+        assert promises.is_gone("read")
+        assert promises.get("unread") is unread
+        now[0] += KEEP_UNREAD
+        promises.sweep()
+        assert promises.is_gone("unread")
+        assert promises.get("pending") is pending
+        assert not promises.is_gone("other")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        (None, "application/json"),
+        ("application/json", "application/json"),
+        ("application/x-protobuf", "application/x-protobuf"),
+        ("application/x-protobuf, application/json", "application/x-protobuf"),
+    ],
+)
+def test_results_come_in_the_form_that_is_asked_for(wire: Wire, accept: str | None, kind: str) -> None:
+    model = wire.model()
+    headers = {} if accept is None else {"Accept": accept}
+
+    def fetch(path: str, body: Any) -> Any:
+        request_id = wire.post(path, body)["request_id"]
+        wire.result(request_id)
+        return wire.send("retrieve_future", {"request_id": request_id}, headers=headers)
+
+    passed = fetch("forward_backward", pass_json(model, 1))
+    assert passed.headers["content-type"] == kind
+    assert len(codec.decode(types.ForwardBackwardOutput, passed.body, kind).loss_fn_outputs) == 1
+    drawn = fetch("asample", sample_json(sampler_of(wire), 0))
+    assert drawn.headers["content-type"] == kind
+    assert len(codec.decode(types.SampleResponse, drawn.body, kind).sequences) == 1
+    for path, body in (
+        ("optim_step", step_json(model, 2)),
+        ("forward_backward", pass_json(model, 3, weights={"data": [1.0], "dtype": "float32"})),
+    ):
+        small = fetch(path, body)
+        assert small.headers["content-type"] == "application/json"
+        assert small.json
+
+
+def test_a_pending_poll_stays_json_under_protobuf(wire: Wire, recorder: Recorder) -> None:
+    model = wire.model()
+    gate = recorder.gates["forward_backward"] = threading.Event()
+    request_id = wire.post("forward_backward", pass_json(model, 1))["request_id"]
+    heard = wire.send("retrieve_future", {"request_id": request_id}, headers={"Accept": "application/x-protobuf"})
+    gate.set()
+    assert (heard.status, heard.headers["content-type"]) == (408, "application/json")
+
+
+# ── dialects ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def protobuf_pass(model: str, number: int, **fields: Any) -> bytes:
+    datum = types.Datum(types.ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4]})
+    return codec.encode(
+        types.ForwardBackwardRequest(
+            model_id=model,
+            seq_id=number,
+            forward_backward_input=types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy"),
+            **fields,
+        )
+    ).data
+
+
+def test_all_dialects_of_a_pass_mean_the_same(wire: Wire, recorder: Recorder) -> None:
+    model = wire.model()
+    as_protobuf = {"Content-Type": "application/x-protobuf"}
+    zstd_body = codec.encode(protobuf.decode_forward_backward(protobuf_pass(model, 3)), compress=True)
+    forward = pass_json(model, 4)
+    forward["forward_input"] = forward.pop("forward_backward_input")
+    sent = [
+        wire.send("forward_backward", pass_json(model, 1)),
+        wire.send("forward_backward", protobuf_pass(model, 2), headers=as_protobuf),
+        wire.send("forward_backward", zstd_body.data, headers=zstd_body.headers),
+        wire.send("forward", forward),
+        wire.send("forward_backward", protobuf_pass(model, 5, forward_only=True), headers=as_protobuf),
+        wire.send("forward_backward", pass_json(model, 6) | {"forward_only": True}),
+    ]
+    results = [wire.result(heard.json["request_id"]) for heard in sent]
+    assert all(result == results[0] for result in results)
+    assert results[0]["loss_fn_outputs"][0]["logprobs"]["dtype"] == "float32"
+    norm = wire.run("optim_step", step_json(model, 7))["metrics"]["grad_norm:mean"]
+    assert norm == pytest.approx(3 * 3**0.5)  # three of the six left a gradient
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b"\xff\xff\xff", {"Content-Type": "application/x-protobuf"}),
+        (protobuf_pass("m", 1)[:-1], {"Content-Type": "application/x-protobuf"}),
+        (protobuf_pass("m", 1), {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}),
+        (protobuf_pass("m", 1), {"Content-Type": "application/x-protobuf", "Content-Encoding": "gzip"}),
+        (protobuf_pass("m", 1), {"Content-Type": "application/json"}),
+    ],
+)
+def test_malformed_passes_are_refused(wire: Wire, body: bytes, headers: dict[str, str]) -> None:
+    heard = wire.send("forward_backward", body, headers=headers)
+    assert heard.status == 400
+    assert heard.json["detail"].startswith("forward_backward: ")
+    assert len(heard.json["detail"]) > 30
+
+
+def test_bodies_over_the_limit_are_refused(serve: Callable[..., Wire]) -> None:
+    wire = serve(FakeEngine(), limits=Limits(body_bytes=2000))
+    model = wire.model()
+    refusal(wire, 413, "forward_backward", pass_json(model, 1, tokens=(7,) * 1000), "limit is 2000")
+    datum = types.Datum(types.ModelInput.from_ints([7] * 100_000))
+    body = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
+    request = types.ForwardBackwardRequest(model_id=model, seq_id=1, forward_backward_input=body)
+    bomb = codec.encode(request, compress=True)
+    assert len(bomb.data) < 2000
+    heard = wire.send("forward_backward", bomb.data, headers=bomb.headers)
+    assert heard.status in (400, 413)
+    assert "2000" in heard.json["detail"]
+
+
+def test_a_body_of_unknown_length_is_counted(serve: Callable[..., Wire]) -> None:
+    import http.client
+
+    wire = serve(FakeEngine(), limits=Limits(body_bytes=2000))
+    connection = http.client.HTTPConnection(wire.url.removeprefix("http://"), timeout=10)
+    connection.request("POST", "/api/v1/create_session", iter([b" " * 1000] * 5), encode_chunked=True)
+    response = connection.getresponse()
+    assert response.status == 413
+    assert b"2000" in response.read()
+    connection.close()
+
+
+# ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_key_is_asked_for_and_checked(serve: Callable[..., Wire]) -> None:
+    wire = serve(FakeEngine(), api_key="tml-right")
+    body = {"sdk_version": "x"}
+    missing = wire.send("client/config", body)
+    assert missing.status == 401
+    assert "X-API-Key" in missing.json["detail"]
+    for wrong in ("tml-wrong", "tml-righ", "tml-right2", "é"):
+        heard = wire.send("client/config", body, headers={"X-API-Key": wrong})
+        assert heard.status == 403
+        assert "tml-right" not in heard.body.decode()
+    assert wire.send("client/config", body, headers={"X-API-Key": "tml-right"}).status == 200
+    assert wire.send("samplers/x", method="GET").status == 401
+
+
+# ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_finishing_a_session_frees_what_it_held(wire: Wire, engine: FakeEngine) -> None:
+    session, other = wire.session(), wire.session()
+    model, kept = wire.model(session), wire.model(other)
+    path = save(wire, model, 1, "a")["path"]
+    snapshot = wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 0})[
+        "sampling_session_id"
+    ]
+    assert wire.post("session_heartbeat", {"session_id": session}) == {"type": "session_heartbeat"}
+    finish = {"reason": {"type": "success"}, "detail": None}
+    assert wire.send(f"sessions/{session}/finish", finish).status == 200
+    assert wire.send(f"sessions/{session}/finish", finish).status == 200
+    refusal(wire, 410, "session_heartbeat", {"session_id": session}, "finished")
+    refusal(wire, 410, "optim_step", step_json(model, 3), "create_training_client_from_state_with_optimizer")
+    refusal(wire, 410, "asample", sample_json(snapshot), "session")
+    refusal(wire, 410, "create_model", {"session_id": session, "model_seq_id": 1, "base_model": "fake"}, "finished")
+    assert wire.post("weights_info", {"tinker_path": path})["base_model"] == "fake"
+    assert "metrics" in wire.run("optim_step", step_json(kept, 1))
+    assert model not in engine._adapters
+    assert kept in engine._adapters
+    assert snapshot not in engine._samplers
+
+
+def test_a_waiter_is_told_when_its_session_ends(wire: Wire, recorder: Recorder) -> None:
+    session = wire.session()
+    model = wire.model(session)
+    gate = recorder.gates["optim_step"] = threading.Event()
+    request_id = wire.post("optim_step", step_json(model, 1))["request_id"]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wire.send, "retrieve_future", {"request_id": request_id})
+        time.sleep(0.1)
+        wire.post(f"sessions/{session}/finish", {"reason": {"type": "interrupted"}})
+        failure(waiting.result(10).json, "session", "ended")
+    gate.set()
+
+
+def test_a_silent_session_is_ended(serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    real = asyncio.sleep
+    monkeypatch.setattr("tinkex.server.handlers.asyncio.sleep", lambda seconds: real(min(seconds, 0.05)))
+    engine = FakeEngine()
+    wire = serve(engine, limits=Limits(session_seconds=0.3))
+    silent, lively = wire.session(), wire.session()
+    model = wire.model(silent)
+    for _ in range(8):
+        time.sleep(0.08)
+        wire.post("session_heartbeat", {"session_id": lively})
+    refusal(wire, 410, "session_heartbeat", {"session_id": silent}, "finished")
+    refusal(wire, 410, "optim_step", step_json(model, 1), "session")
+    assert engine._adapters == {}
+
+
+def test_a_restart_keeps_what_was_saved(serve: Callable[..., Wire], tmp_path: Path) -> None:
+    with serving(FakeEngine(), tmp_path) as url:
+        first = Wire(url)
+        session = first.session()
+        model = first.model(session)
+        first.run("forward_backward", pass_json(model, 1))
+        first.run("optim_step", step_json(model, 2))
+        path = save(first, model, 3, "a")["path"]
+        sampler_path = save(first, model, 4, "a", "save_weights_for_sampler")["path"]
+        expected = loss(first, model, 5)
+        drawn = first.run("asample", sample_json(sampler_of(first, session, base_model=None, model_path=sampler_path)))
+    second = serve(FakeEngine())
+    refusal(second, 410, "optim_step", step_json(model, 6), "restarted", "create_training_client_from_state")
+    assert second.post("get_info", {"model_id": model})["lora_rank"] == 4
+    assert second.post("session_heartbeat", {"session_id": session})
+    fresh = second.model()
+    second.run("load_weights", {"model_id": fresh, "seq_id": 1, "path": path, "optimizer": True})
+    assert loss(second, fresh, 2) == expected
+    sampler = sampler_of(second, base_model=None, model_path=sampler_path)
+    assert second.run("asample", sample_json(sampler)) == drawn
+    again = second.run("asample", sample_json(f"{session}:sample:0", 1))
+    assert again == drawn
+
+
+def test_data_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    import sqlite3
+
+    from tinkex.server.store import Store
+
+    Store(tmp_path / "tinkex.sqlite3").close()
+    database = sqlite3.connect(tmp_path / "tinkex.sqlite3")
+    database.execute("PRAGMA user_version=99")
+    database.close()
+    with pytest.raises(RuntimeError, match="newer version"):
+        Store(tmp_path / "tinkex.sqlite3")
+
+
+def test_the_rest(wire: Wire) -> None:
+    assert wire.get("healthz") == {"status": "ok"}
+    [model] = wire.get("get_server_capabilities")["supported_models"]
+    assert model == {"model_name": "fake", "max_context_length": 64, "trainable": True, "sampleable": True}
+    assert wire.post("telemetry", {"events": [{"event": "X", "n": 1}], "session_id": "any"}) == {"status": "accepted"}
+    config = wire.post("client/config", {"sdk_version": "0.36.0"})
+    assert config["sample_use_retrieve_futures"] is False
+    assert config["proto_compress_fwdbwd"] is False
+    assert wire.post("client/dynamic_config", {"sdk_version": "0.36.0"})["sample_cancel_enabled"] is False
+
+
+def test_an_internal_fault_says_little(wire: Wire, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
+    def broken() -> Any:
+        raise RuntimeError("path /secret/place")
+
+    monkeypatch.setattr(engine, "models", broken)
+    heard = wire.send("get_server_capabilities", method="GET")
+    assert heard.status == 500
+    assert heard.json == {"detail": "internal error: RuntimeError"}

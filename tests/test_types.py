@@ -1,0 +1,619 @@
+"""The nouns: what they take, what they refuse and in what words, and the methods programs expect of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pydantic
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tinkex
+from tinkex import types
+from tinkex.types.inputs import token_array
+from tinkex.types.record import Record
+
+# ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "values"),
+    [
+        ([1.5, 2], "float32", [1.5, 2.0]),
+        ([1, 2], "int64", [1, 2]),
+        ([True, False], "int64", [1, 0]),
+        (np.array([1.5, 2.5]), "float32", [1.5, 2.5]),
+        (np.array([1, 2], dtype=np.uint8), "int64", [1, 2]),
+        (np.array([3, 4], dtype=np.uint32), "int64", [3, 4]),
+        (np.array([True, False]), "int64", [1, 0]),
+        (np.array([1.5], dtype=np.float16), "float32", [1.5]),
+        (torch.tensor([1.5, -2.0], dtype=torch.bfloat16), "float32", [1.5, -2.0]),
+        (torch.tensor([1.5], requires_grad=True), "float32", [1.5]),
+        (torch.tensor([1, 2], dtype=torch.int32), "int64", [1, 2]),
+        (torch.tensor([True]), "int64", [1]),
+    ],
+    ids=str,
+)
+def test_tensors_are_made_of_anything(value: Any, dtype: str, values: list[float]) -> None:
+    tensor = types.TensorData.from_any(value)
+    assert tensor.dtype == dtype
+    assert tensor.data == values
+    assert tensor.shape == [len(values)]
+
+
+def test_nested_values_keep_their_shape() -> None:
+    for value in ([[1.0, 2.0], [3.0, 4.0]], torch.tensor([[1.0, 2.0], [3.0, 4.0]])):
+        tensor = types.TensorData.from_any(value)
+        assert tensor.shape == [2, 2]
+        assert tensor.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_wrapping_a_fitting_array_copies_nothing() -> None:
+    array = np.array([1.0, 2.0], dtype=np.float32)
+    assert np.shares_memory(types.TensorData.from_numpy(array).to_numpy(), array)
+
+
+def test_torch_goes_both_ways() -> None:
+    original = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    back = types.TensorData.from_torch(original).to_torch()
+    assert torch.equal(back, original)
+    back[0, 0] = 9  # a copy: the original stays
+    assert original[0, 0] == 0
+
+
+@pytest.mark.parametrize("bad", [["a", "b"], [None], [[1], [1, 2]], np.array([1j])], ids=str)
+def test_what_is_no_tensor_is_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match="tensor"):
+        types.TensorData.from_any(bad)
+
+
+@pytest.mark.parametrize("shape", [[3], [2, 2], [-2], [-1, -2], [2**40, 2**40]])
+def test_a_shape_that_does_not_fit_is_refused(shape: list[int]) -> None:
+    with pytest.raises(ValueError, match="shape"):
+        types.TensorData(data=[] if shape[0] > 2**20 else [1, 2], dtype="int64", shape=shape)
+
+
+def test_a_dtype_is_needed_and_must_be_known() -> None:
+    with pytest.raises(TypeError, match="dtype"):
+        types.TensorData(data=[1])
+    with pytest.raises(ValueError, match=r"float64.*'int64' or 'float32'"):
+        types.TensorData(data=[1], dtype="float64")  # type: ignore[arg-type]
+
+
+def sparse(**changes: Any) -> types.TensorData:
+    fields: dict[str, Any] = {
+        "data": [5, 6, 7],
+        "dtype": "int64",
+        "shape": [3, 4],
+        "sparse_crow_indices": [0, 2, 2, 3],
+        "sparse_col_indices": [1, 3, 0],
+    }
+    return types.TensorData(**fields | changes)
+
+
+def test_sparse_tensors_read_as_dense() -> None:
+    tensor = sparse()
+    assert tensor.is_sparse
+    assert tensor.tolist() == [[0, 5, 0, 6], [0, 0, 0, 0], [7, 0, 0, 0]]
+    assert tensor.to_numpy(pad_value=-1)[1].tolist() == [-1, -1, -1, -1]
+    assert tensor.sparse_crow_indices == [0, 2, 2, 3]
+    assert tensor.nbytes == 3 * 8 + 4 * 8 + 3 * 8
+    assert types.TensorData.from_wire(tensor.to_wire()).tolist() == tensor.tolist()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": None},
+        {"shape": [3]},
+        {"shape": [3, 4, 1]},
+        {"shape": [2, 4]},
+        {"shape": [3, 3]},
+        {"sparse_col_indices": None},
+        {"sparse_crow_indices": None},
+        {"sparse_col_indices": [1, 3, -1]},
+        {"sparse_col_indices": [1, 3]},
+        {"sparse_crow_indices": [0, 2, 1, 3]},
+        {"sparse_crow_indices": [1, 2, 2, 3]},
+        {"sparse_crow_indices": [0, 2, 2, 2]},
+        {"sparse_crow_indices": []},
+        {"data": [5, 6]},
+    ],
+    ids=str,
+)
+def test_malformed_sparse_tensors_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"sparse|CSR"):
+        sparse(**changes)
+
+
+def test_a_sparse_tensor_cannot_ask_for_more_memory_than_it_is_worth() -> None:
+    with pytest.raises(ValueError, match="sparse"):
+        sparse(shape=[3, 2**50])
+
+
+def test_the_repr_of_a_tensor_is_short() -> None:
+    shown = repr(types.TensorData.from_numpy(np.arange(10_000)))
+    assert len(shown) < 120
+    assert "int64" in shown
+    assert "shape=[10000]" in shown
+    assert "sparse" in repr(sparse())
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        5,
+        {},
+        {"data": [1], "dtype": "int8"},
+        {"data": ["a"], "dtype": "int64"},
+        {"data": [1.5], "dtype": "int64"},
+        {"data": [None], "dtype": "float32"},
+        {"data": [1, 2], "dtype": "int64", "shape": [3]},
+        {"data": [1, 2], "dtype": "int64", "shape": 2},
+        {"data": [1, 2], "dtype": "int64", "shape": ["a"]},
+        {"data": [2**70], "dtype": "int64"},
+        {"data": [[1], [1, 2]], "dtype": "int64"},
+        {"data": {"a": 1}, "dtype": "int64"},
+    ],
+    ids=str,
+)
+def test_malformed_tensors_on_the_wire_are_refused(wire: Any) -> None:
+    with pytest.raises(ValueError, match="tensor"):
+        types.TensorData.from_wire(wire)
+
+
+# ── model inputs ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), np.array([1, 2, 3], dtype=np.uint8), np.array([1, 2, 3], np.int32)],
+    ids=repr,
+)
+def test_tokens_come_as_lists_and_arrays(tokens: Any) -> None:
+    model_input = types.ModelInput.from_ints(tokens)
+    assert model_input.to_ints() == [1, 2, 3]
+    assert model_input.length == 3
+    assert model_input.to_numpy().dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[1.0], [1.5, 2], [[1, 2]], [[1], [1, 2]], ["a"], [None], [True], np.array([1.0]), 5, "abc"],
+    ids=repr,
+)
+def test_what_is_no_token_is_refused(tokens: Any) -> None:
+    with pytest.raises(ValueError, match="flat list of integers"):
+        types.ModelInput.from_ints(tokens)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[-1], [2**31], [2**70], np.array([3, -1]), np.array([-1], dtype=np.int32), np.array([2**40])],
+    ids=repr,
+)
+def test_tokens_out_of_range_are_refused(tokens: Any) -> None:
+    with pytest.raises(ValueError, match=r"token|integers"):
+        types.ModelInput.from_ints(tokens)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=20))
+@settings(max_examples=30, deadline=None)
+def test_tokens_come_back_as_they_went_in(tokens: list[int]) -> None:
+    assert types.ModelInput.from_ints(tokens).to_ints() == tokens
+    assert token_array(tokens).tolist() == tokens
+
+
+def image(**changes: Any) -> types.ImageChunk:
+    return types.ImageChunk(**{"data": b"\x89PNG", "format": "png", **changes})
+
+
+def test_appending_makes_a_new_input() -> None:
+    first = types.ModelInput.from_ints([1, 2])
+    second = first.append_int(3)
+    third = second.append(image(expected_tokens=4)).append_int(5)
+    assert first.to_ints() == [1, 2]
+    assert second.to_ints() == [1, 2, 3]
+    assert len(second.chunks) == 1
+    assert [chunk.type for chunk in third.chunks] == ["encoded_text", "image", "encoded_text"]
+    assert third.length == 3 + 4 + 1
+    assert types.ModelInput.empty().append_int(7).to_ints() == [7]
+    assert types.ModelInput.empty().length == 0
+    assert types.ModelInput.empty().to_ints() == []
+
+
+def test_inputs_compare_by_content() -> None:
+    first, same = types.ModelInput.from_ints([1, 2]), types.ModelInput.from_ints(np.array([1, 2]))
+    assert first == same
+    assert hash(first) == hash(same)
+    assert first != first.append_int(3)
+
+
+def test_media_cannot_be_read_as_tokens() -> None:
+    mixed = types.ModelInput.from_ints([1]).append(image(expected_tokens=2))
+    with pytest.raises(ValueError, match="'image'"):
+        mixed.to_ints()
+    assert not mixed.is_text
+
+
+def test_an_image_without_a_count_has_no_length() -> None:
+    with pytest.raises(ValueError, match=r"ImageChunk.*expected_tokens"):
+        _ = image().length
+    pointer = types.ImageAssetPointerChunk(format="png", location="there")
+    with pytest.raises(ValueError, match=r"ImageAssetPointerChunk.*expected_tokens"):
+        _ = pointer.length
+
+
+@pytest.mark.parametrize(
+    ("header", "rows"),
+    [
+        (b"\x00\x02\x05\x50", 5),
+        (b"\xfe\x03\x01\x07", 7),
+        (b"\x01\x02\xac\x02\x50", 300),
+    ],
+)
+def test_audio_length_is_read_from_the_container(header: bytes, rows: int) -> None:
+    assert types.DmelChunk(dmel=header + b"\0" * 16).length == rows
+
+
+@pytest.mark.parametrize("header", [b"", b"\x00", b"\x00\x01", b"\x00\x01\x80", b"\xfe\x00", b"\x00\x00"])
+def test_a_truncated_audio_container_says_so(header: bytes) -> None:
+    with pytest.raises(ValueError, match="audio tensor"):
+        _ = types.DmelChunk(dmel=header).length
+
+
+@pytest.mark.parametrize(
+    ("chunk", "words"),
+    [
+        (5, "must be an object"),
+        ({"type": "video"}, "unknown chunk type 'video'"),
+        ({"type": "encoded_text"}, "needs tokens"),
+        ({"type": "image", "data": "!!", "format": "png"}, "base64"),
+        ({"type": "image", "format": "png"}, "data"),
+        ({"type": "image", "data": "aGk=", "format": "gif"}, "gif"),
+    ],
+)
+def test_malformed_chunks_are_refused(chunk: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        types.ModelInput.model_validate({"chunks": [chunk]})
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        types.EncodedTextChunk(tokens=[1, 2]),
+        image(expected_tokens=3),
+        types.ImageAssetPointerChunk(format="jpeg", location="there"),
+        types.DmelChunk(dmel=b"\x00\x01\x05"),
+    ],
+    ids=lambda chunk: str(chunk.type),
+)
+def test_chunks_survive_the_wire(chunk: Any) -> None:
+    model_input = types.ModelInput(chunks=[chunk])
+    text = json.dumps(model_input.to_wire())
+    assert types.ModelInput.from_wire(json.loads(text)) == model_input
+
+
+# ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_inputs_of_a_datum_are_typed_by_their_names() -> None:
+    datum = types.Datum(
+        types.ModelInput.from_ints([1, 2]),
+        {
+            "target_tokens": [2, 3],
+            "weights": [0, 1],
+            "advantages": torch.tensor([1.0, 2.0]),
+            "mask": np.array([True, False]),
+        },
+    )
+    assert {name: tensor.dtype for name, tensor in datum.loss_fn_inputs.items()} == {
+        "target_tokens": "int64",
+        "weights": "float32",
+        "advantages": "float32",
+        "mask": "int64",
+    }
+    assert datum.nbytes == 2 * 4 + 2 * 8 + 2 * 4 + 2 * 4 + 2 * 8
+
+
+@pytest.mark.parametrize("bad", [["a"], [[1], [1, 2]], object(), None])
+def test_a_bad_input_is_named(bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"loss_fn_inputs\['weights'\]"):
+        types.Datum(types.ModelInput.from_ints([1]), {"weights": bad})
+
+
+def test_fractional_target_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="target_tokens"):
+        types.Datum(types.ModelInput.from_ints([1]), {"target_tokens": [1.5]})
+
+
+def test_a_datum_survives_the_wire() -> None:
+    datum = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0.5, 1]})
+    back = types.Datum.from_wire(json.loads(json.dumps(datum.to_wire())))
+    assert back.model_input == datum.model_input
+    assert back.loss_fn_inputs["weights"].data == [0.5, 1.0]
+    with pytest.raises(ValueError, match="model_input"):
+        types.Datum.from_wire({"loss_fn_inputs": {}})
+
+
+# ── sampling parameters ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"stop": ["a", 1]}, "stop"),
+    ],
+    ids=str,
+)
+def test_sampling_parameters_out_of_range_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        types.SamplingParams(**fields)
+    with pytest.raises(ValueError, match=words):
+        types.SamplingParams.model_validate(fields)
+
+
+@pytest.mark.parametrize("stop", [None, "x", ["x", "y"], [1, 2], []])
+def test_all_forms_of_stop_survive_the_wire(stop: Any) -> None:
+    params = types.SamplingParams(stop=stop, max_tokens=0)
+    back = types.SamplingParams.model_validate_json(params.model_dump_json())
+    assert back.stop == stop
+    assert back == params
+
+
+# ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+EXAMPLES: list[Record] = [
+    types.AdamParams(learning_rate=1e-3),
+    types.DimuonParams(learning_rate=1e-3),
+    types.LoraConfig(rank=8, seed=1),
+    types.SamplingParams(max_tokens=4, stop=["x"]),
+    types.OptimStepRequest(model_id="m", seq_id=3, adam_params=types.AdamParams()),
+    types.OptimStepResponse(metrics={"a:sum": 1.0}),
+    types.GetInfoResponse(model_data=types.ModelData(model_name="x"), model_id="m"),
+    types.CreateModelRequest(session_id="s", model_seq_id=0, base_model="b", lora_config=types.LoraConfig(rank=4)),
+    types.SampleRequest(
+        prompt=types.ModelInput.from_ints([1, 2]), sampling_params=types.SamplingParams(), num_samples=2
+    ),
+    types.ForwardBackwardRequest(
+        model_id="m",
+        forward_backward_input=types.ForwardBackwardInput(
+            data=[types.Datum(types.ModelInput.from_ints([1]), {"target_tokens": [2]})], loss_fn="ppo"
+        ),
+    ),
+    types.WeightsInfoResponse(base_model="b", is_lora=True),
+    types.ParsedCheckpointTinkerPath.from_tinker_path("tinker://r/weights/n"),
+    types.ImageChunk(data=b"\x00\xff", format="png"),
+    types.DmelChunk(dmel=b"\x00\x01\x05"),
+]
+RECORD_IDS = [type(record).__name__ for record in EXAMPLES]
+
+
+@pytest.mark.parametrize("record", EXAMPLES, ids=RECORD_IDS)
+def test_records_survive_json(record: Record) -> None:
+    kind = type(record)
+    assert repr(kind.model_validate_json(record.model_dump_json())) == repr(record)
+    assert repr(kind.model_validate(record.model_dump())) == repr(record)
+    assert repr(kind.model_validate(record.model_dump(mode="json", exclude_none=True))) == repr(record)
+    assert kind.model_validate(record) is record
+
+
+@pytest.mark.parametrize("record", EXAMPLES, ids=RECORD_IDS)
+def test_records_survive_pickling(record: Record) -> None:
+    assert repr(pickle.loads(pickle.dumps(record))) == repr(record)
+
+
+@pytest.mark.parametrize("record", EXAMPLES, ids=RECORD_IDS)
+def test_unknown_keywords_are_refused_and_unknown_fields_ignored(record: Record) -> None:
+    kind = type(record)
+    with pytest.raises(TypeError, match="surprise"):
+        kind(surprise=1)
+    fields = record.model_dump(mode="json", exclude_none=True) | {"surprise": 1}
+    assert repr(kind.model_validate(fields)) == repr(record)
+
+
+@pytest.mark.parametrize("record", EXAMPLES, ids=RECORD_IDS)
+def test_records_can_be_fields_of_pydantic_models(record: Record) -> None:
+    model = pydantic.create_model("Holder", inner=(type(record), ...))
+    held: Any = model(inner=record)
+    assert held.inner is record
+    again: Any = model.model_validate_json(held.model_dump_json())
+    assert repr(again.inner) == repr(record)
+
+
+def test_pydantic_says_what_is_wrong_with_a_record() -> None:
+    class Settings(pydantic.BaseModel):
+        params: types.AdamParams
+
+    assert Settings.model_validate({"params": {"learning_rate": 0.5}}).params.learning_rate == 0.5
+    with pytest.raises(pydantic.ValidationError, match="learning_rate"):
+        Settings.model_validate({"params": {"learning_rate": "fast"}})
+
+
+def test_bulk_types_can_be_fields_of_pydantic_models() -> None:
+    class Row(pydantic.BaseModel):
+        prompt: types.ModelInput
+        datum: types.Datum
+        tensor: types.TensorData
+        chunk: types.EncodedTextChunk
+
+    row = Row(
+        prompt=types.ModelInput.from_ints([1, 2]),
+        datum=types.Datum(types.ModelInput.from_ints([1]), {"weights": [0.5]}),
+        tensor=types.TensorData.from_any([[1, 2]]),
+        chunk=types.EncodedTextChunk(tokens=[3]),
+    )
+    back = Row.model_validate_json(row.model_dump_json())
+    assert back.prompt == row.prompt
+    assert back.datum.loss_fn_inputs["weights"].data == [0.5]
+    assert back.tensor.tolist() == [[1, 2]]
+    assert back.chunk == row.chunk
+
+
+def test_copies_are_changed_and_originals_are_not() -> None:
+    params = types.AdamParams(learning_rate=1e-3)
+    changed = params.model_copy(update={"beta1": 0.5})
+    assert (changed.learning_rate, changed.beta1) == (1e-3, 0.5)
+    assert params.beta1 == 0.9
+    with pytest.raises(AttributeError):
+        params.beta1 = 0.1  # type: ignore[misc]
+
+
+def test_absent_fields_are_left_out_on_request() -> None:
+    lora = types.LoraConfig(rank=4)
+    assert lora.model_dump()["seed"] is None
+    assert "seed" not in lora.model_dump(exclude_none=True)
+    assert json.loads(lora.model_dump_json(exclude_none=True)) == {
+        "rank": 4,
+        "train_unembed": True,
+        "train_mlp": True,
+        "train_attn": True,
+    }
+
+
+def test_dumps_nest() -> None:
+    request = EXAMPLES[4]
+    dumped = request.model_dump()
+    assert dumped["adam_params"]["learning_rate"] == 1e-4
+    assert types.OptimStepRequest.model_validate(dumped) == request
+
+
+BULK: list[Any] = [
+    types.TensorData.from_any([[1.0, 2.0]]),
+    sparse(),
+    types.EncodedTextChunk(tokens=[1, 2]),
+    types.ModelInput.from_ints([1, 2]),
+    types.Datum(types.ModelInput.from_ints([1]), {"target_tokens": [2]}),
+    types.ForwardBackwardOutput("x", [{"logprobs": types.TensorData.from_any([1.0])}], {"loss:sum": 1.0}),
+    types.SampledSequence("stop", "id", np.array([1], np.int32), np.array([-1.0], np.float32)),
+    types.SampleResponse([types.SampledSequence("length")], np.array([np.nan], np.float32)),
+    types.TopkLogprobs(np.array([[1]]), np.array([[-1.0]])),
+    types.PromptAltTokens(types.TensorData.from_any([[1]]), types.TensorData.from_any([[-1.0]])),
+    types.AdamOptimizerConfig(),
+    types.DimuonOptimizerConfig(),
+    types.OptimizerConfigBase(type="new", size=3),
+]
+
+
+@pytest.mark.parametrize("value", BULK, ids=[f"{n}-{type(v).__name__}" for n, v in enumerate(BULK)])
+def test_bulk_types_survive_pickling_and_have_a_short_repr(value: Any) -> None:
+    back = pickle.loads(pickle.dumps(value))
+    assert type(back) is type(value)
+    if "__repr__" in vars(type(value)):
+        assert repr(pickle.loads(pickle.dumps(value, 2))) == repr(value)
+    if hasattr(value, "to_wire"):
+        assert json.dumps(back.to_wire()) == json.dumps(value.to_wire())
+    assert len(repr(value)) < 400
+
+
+def test_optimizers_unknown_here_pass_through() -> None:
+    config = types.OptimizerConfigBase.from_wire({"type": "sgd", "momentum": 0.5})
+    assert config.momentum == 0.5
+    assert config.to_wire() == {"type": "sgd", "momentum": 0.5}
+    assert isinstance(types.OptimizerConfigBase.from_wire({"type": "adamw"}), types.AdamOptimizerConfig)
+    assert isinstance(types.OptimizerConfigBase.from_wire({"type": "dimuon"}), types.DimuonOptimizerConfig)
+    with pytest.raises(AttributeError, match="nesterov"):
+        _ = config.nesterov
+    with pytest.raises(ValueError, match="type"):
+        types.OptimizerConfigBase.from_wire({"momentum": 0.5})
+
+
+@pytest.mark.parametrize("fields", [{"learning_rate": -1.0}, {"learning_rate": 1.0, "beta1": 1.0}])
+def test_dimuon_parameters_are_checked(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"learning_rate|beta1"):
+        types.DimuonParams(**fields)
+
+
+def test_sampled_sequences_read_as_lists() -> None:
+    topk = types.TopkLogprobs(
+        np.array([[3, 4], [0, 0]], np.int32), np.array([[-1.0, -2.0], [-99999.0, -99999.0]], np.float32)
+    )
+    sequence = types.SampledSequence("stop", "id", np.array([7, 8], np.int32), np.array([-0.5, -1.0], np.float32), topk)
+    assert sequence.tokens == [7, 8]
+    assert sequence.logprobs == [-0.5, -1.0]
+    assert sequence.topk_logprobs == [[(3, -1.0), (4, -2.0)], None]
+    response = types.SampleResponse([sequence], np.array([np.nan, -1.5], np.float32), topk)
+    assert response.prompt_logprobs == [None, -1.5]
+    assert response.topk_prompt_logprobs == sequence.topk_logprobs
+    empty = types.SampledSequence("length")
+    assert (empty.tokens, empty.logprobs, empty.topk_logprobs) == ([], None, None)
+
+
+# ── paths ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PART = st.text(st.characters(exclude_characters="/", exclude_categories=["Cs"]), min_size=1, max_size=12)
+
+
+@given(run=PART, kind=st.sampled_from(["weights", "sampler_weights", "external_weights"]), name=PART)
+@settings(max_examples=40, deadline=None)
+def test_paths_are_taken_apart(run: str, kind: str, name: str) -> None:
+    path = f"tinker://{run}/{kind}/{name}"
+    parsed = types.ParsedCheckpointTinkerPath.from_tinker_path(path)
+    assert parsed.tinker_path == path
+    assert parsed.training_run_id == run
+    assert parsed.checkpoint_id == f"{kind}/{name}"
+    assert parsed.name == name
+    kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+    assert parsed.checkpoint_type == kinds[kind]
+
+
+@given(parts=st.lists(st.sampled_from(["r", "weights", "n", "", "sampler_weights"]), max_size=5), scheme=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_other_paths_are_refused(parts: list[str], scheme: bool) -> None:
+    path = ("tinker://" if scheme else "") + "/".join(parts)
+    good = scheme and len(parts) == 3 and all(parts) and parts[1] in ("weights", "sampler_weights")
+    if good:
+        types.ParsedCheckpointTinkerPath.from_tinker_path(path)
+    else:
+        with pytest.raises(ValueError, match="expected"):
+            types.ParsedCheckpointTinkerPath.from_tinker_path(path)
+
+
+def test_public_names_are_the_same_everywhere() -> None:
+    for name in types.__all__:
+        assert getattr(types, name) is not None
+        if name in tinkex.__all__:
+            assert getattr(tinkex, name) is getattr(types, name)
+
+
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        tinkex.TinkerError("m", hint="h"),
+        tinkex.ConfigurationError("m"),
+        tinkex.APIConnectionError("m", attempts=3, hint="h"),
+        tinkex.APITimeoutError("m"),
+        tinkex.APIResponseValidationError("m", body=b"x"),
+        tinkex.RateLimitError("m", status_code=429, retry_after=1.5, body={"detail": "x"}, request_id="r"),
+        tinkex.RequestFailedError("m", "r", "user"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_survive_pickling(error: tinkex.TinkerError) -> None:
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error)
+    assert str(back) == str(error)
+    assert vars(back) == vars(error)
+
+
+def test_errors_can_be_caught_by_their_standard_kin() -> None:
+    assert issubclass(tinkex.ConfigurationError, ValueError)
+    assert issubclass(tinkex.APITimeoutError, TimeoutError)
+    assert str(tinkex.TinkerError("what", hint="do this")) == "what\nhint: do this"
