@@ -217,6 +217,20 @@ def test_a_request_that_was_refused_does_not_hold_up_the_next(wire: Wire) -> Non
     assert time.monotonic() - began < 0.25
 
 
+def test_a_refused_protobuf_request_does_not_hold_up_the_next(wire: Wire) -> None:
+    """Its tensors are damaged, but whose it is and which number it has can be read."""
+    model = wire.model()
+    damaged = protobuf.parse("ForwardBackwardRequest", protobuf_pass(model, 1))
+    damaged.data[0].loss_fn_inputs["target_tokens"].shape.append(7)
+    heard = wire.send(
+        "forward_backward", damaged.SerializeToString(), headers={"Content-Type": "application/x-protobuf"}
+    )
+    assert heard.status == 400
+    assert "target_tokens" in heard.json["detail"]
+    assert "metrics" in wire.run("optim_step", step_json(model, 2))
+    failure(wire.result(f"{model}:1"), "target_tokens")
+
+
 def test_runs_do_not_wait_for_each_other(wire: Wire) -> None:
     session = wire.session()
     one, two = wire.model(session, 0), wire.model(session, 1)
@@ -506,6 +520,23 @@ def test_a_sampler_that_cannot_be_loaded_says_why(wire: Wire, recorder: Recorder
     recorder.errors["load_sampler"] = EngineError("the file is damaged")
     failure(wire.run("asample", sample_json(sampler, 0)), "damaged")
     assert len(wire.run("asample", sample_json(sampler, 1))["sequences"]) == 1  # and is tried anew
+
+
+def test_samplers_that_were_not_used_for_long_make_room(serve: Callable[..., Wire]) -> None:
+    engine = FakeEngine(fail=Recorder())
+    wire = serve(engine, limits=Limits(samplers=2))
+    session = wire.session()
+    model = wire.model(session)
+    samplers = []
+    for number in range(3):
+        wire.run("forward_backward", pass_json(model, 3 * number + 1, tokens=tuple(range(64))))
+        wire.run("optim_step", step_json(model, 3 * number + 2))
+        path = save(wire, model, 3 * number + 3, f"s{number}", "save_weights_for_sampler")["path"]
+        samplers.append(sampler_of(wire, session, base_model=None, model_path=path, sampling_session_seq_id=number))
+    drawn = [wire.run("asample", sample_json(sampler, 0)) for sampler in samplers]
+    assert drawn[0] != drawn[1] != drawn[2]
+    assert [wire.run("asample", sample_json(sampler, 1)) for sampler in samplers] == drawn
+    assert len(engine._samplers) <= 2
 
 
 # ── futures ──────────────────────────────────────────────────────────────────────────────────────────────────────

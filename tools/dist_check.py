@@ -57,7 +57,7 @@ def environment(place: Path, package: str) -> Path:
     venv.create(place, with_pip=True)
     python = place / "bin" / "python"
     constraints = ROOT / "constraints.txt"
-    run(python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "-c", constraints, package)
+    run(python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "-c", constraints, package)
     return python
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import os
 import threading
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tinkex.engine import Engine
 
 DEFAULT_MODEL = "tinkex/tiny"
+LOCAL_PACKAGES = ("torch", "safetensors", "starlette", "uvicorn", "tokenizers", "huggingface_hub")
 
 
 def default_data_dir() -> Path:
@@ -49,18 +51,24 @@ def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
     return resolved
 
 
+def require_packages() -> None:
+    """Raise ConfigurationError unless what the `local` extra brings is installed."""
+    missing = [name for name in LOCAL_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"running models on this machine needs packages that are not installed: {', '.join(missing)}",
+            hint="pip install 'tinkex[local]'",
+        )
+
+
 def make_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
     """A torch engine over these models; each is loaded when first used."""
+    require_packages()
     from tinkex.engine.openmp import calm_openmp
 
     calm_openmp()  # takes effect best before torch is imported
-    try:
-        from tinkex.engine.torch_engine import TorchEngine
-    except ImportError as error:
-        raise ConfigurationError(
-            f"running models on this machine needs more packages: {error}",
-            hint="pip install 'tinkex[local]'",
-        ) from error
+    from tinkex.engine.torch_engine import TorchEngine
+
     return TorchEngine(resolve_models(models))
 
 
@@ -228,10 +236,10 @@ class LocalBackend:
             return self._exchange
 
     def _build(self) -> Any:
-        from tinkex.server.app import create_app
-
         engine = self._engine or make_engine(self._models)
         publish_tokenizers(engine)
+        from tinkex.server.app import create_app
+
         return create_app(engine, self.data_dir, **self._options)
 
     async def aclose(self) -> None:

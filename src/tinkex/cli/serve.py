@@ -94,12 +94,12 @@ def _parse_model(text: str) -> tuple[str, str]:
 
 
 async def _serve(listener: socket.socket, data_dir: Path, models: dict[str, str], api_key: str | None) -> None:
+    engine = make_engine(models)
+    publish_tokenizers(engine)
     import uvicorn
 
     from tinkex.server.app import create_app
 
-    engine = make_engine(models)
-    publish_tokenizers(engine)
     names = ", ".join(model.name for model in engine.models())
     access = "key required" if api_key else "open, no key needed"
 
