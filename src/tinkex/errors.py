@@ -35,16 +35,6 @@ class TinkerError(Exception):
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
 
-    def __reduce__(self) -> Any:
-        return (_restore, (type(self), self.message, dict(self.__dict__)))
-
-
-def _restore(kind: type[TinkerError], message: str, state: dict[str, Any]) -> TinkerError:
-    error = kind.__new__(kind, message)
-    error.args = (message,)
-    error.__dict__.update(state)
-    return error
-
 
 class ConfigurationError(TinkerError, ValueError):
     """Settings that are missing or contradict each other."""

@@ -120,7 +120,7 @@ class AsgiExchange:
     async def send(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
     ) -> Reply:
-        """Call the application; a cancelled or timed-out caller is reported to it as a disconnect."""
+        """Call the application; a caller that gives up ends the call."""
         if self._stop.is_set():
             raise ConnectionError("the embedded backend is closed")
         request = _AsgiRequest(method, path, headers, body)

@@ -77,6 +77,7 @@ from tinkex.types.training import (
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 DEFAULT_RANK = 32
+CARRY_ON = "carry on from a saved state with create_training_client_from_state_with_optimizer"
 MIN_TTL, MAX_TTL = 3600, 10 * 366 * 24 * 3600
 
 
@@ -284,6 +285,8 @@ def new_run(
     if optimizer["type"] != "adamw":
         raise EngineError(f"optimizer {optimizer['type']!r} is not supported by this server; it has: adamw")
     state.base_model(base_model)
+    if state.store.run(model_id) is not None:  # its live state went with an earlier life of the server
+        raise EngineError(f"model {model_id!r} is no longer loaded; {CARRY_ON}")
     state.engine.create(model_id, base_model, lora)
     run = Run(model_id, session_id, base_model, lora, optimizer, request.user_metadata or {})
     state.store.add_run(run)
@@ -315,8 +318,7 @@ async def live_run(state: State, model_id: str) -> LiveRun:
         raise Refusal(404, f"there is no model {model_id!r}")
     raise Refusal(
         410,
-        f"model {model_id!r} is no longer loaded (its session ended or the server was restarted); carry on from a "
-        "saved state with create_training_client_from_state_with_optimizer",
+        f"model {model_id!r} is no longer loaded (its session ended or the server was restarted); {CARRY_ON}",
     )
 
 
@@ -333,7 +335,8 @@ async def enqueue(
     if known is not None and known.digest == call.digest:
         return UntypedAPIFuture(request_id=request_id, model_id=model_id)
     if known is not None:
-        return failed_receipt(state, live, number, call, "was used before, for another request")
+        receipt = failed_receipt(state, request_id, live.run.session_id, call)
+        return UntypedAPIFuture(request_id=receipt, model_id=model_id)
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
     try:
         released = live.lane.offer(number, Queued(promise, work))
@@ -357,13 +360,14 @@ async def spend_number(state: State, numbered: tuple[str, int] | None, body: byt
     await enqueue(state, Call(None, {}, digest_of("", body)), *numbered, work)
 
 
-def failed_receipt(state: State, live: LiveRun, number: int, call: Call, why: str) -> UntypedAPIFuture:
-    """A receipt for a request that is wrong by itself: the failure is read like any other."""
-    request_id = f"{live.run.model_id}:{number}:{call.digest.hex()[:12]}"
-    if state.promises.get(request_id) is None:
-        promise = state.promises.add(request_id, call.digest, live.run.session_id)
-        promise.fail(f"request number {number} of this run {why}")
-    return UntypedAPIFuture(request_id=request_id, model_id=live.run.model_id)
+def failed_receipt(state: State, request_id: str, session_id: str, call: Call) -> str:
+    """The id of a failure for a request whose number belongs to another: it is read like any other result."""
+    failed_id = f"{request_id}:{call.digest.hex()[:12]}"
+    if state.promises.get(failed_id) is None:
+        number = request_id.rpartition(":")[2]
+        promise = state.promises.add(failed_id, call.digest, session_id)
+        promise.fail(f"request number {number} was used before, for another request")
+    return failed_id
 
 
 def _watch_gap(state: State, live: LiveRun) -> None:
@@ -680,7 +684,9 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
     number = secrets.token_hex(8) if request.seq_id is None else request.seq_id
     request_id = f"{sampler.sampler_id}:{number}"
     known = state.promises.get(request_id)
-    if known is None:
+    if known is not None and known.digest != call.digest:
+        request_id = failed_receipt(state, request_id, sampler.session_id, call)
+    elif known is None:
         engine_name, loading = await load_sampler(state, sampler)
         seed = request.sampling_params.seed
         drawn = secrets.randbits(63) if seed is None else seed

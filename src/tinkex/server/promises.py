@@ -97,7 +97,7 @@ class Promises:
         for promise in [p for p in self._promises.values() if p.session_id == session_id]:
             promise.fail("the session has ended", RequestErrorCategory.User)
             del self._promises[promise.request_id]
-        self._gone = {gone: None for gone in self._gone if not gone.startswith(f"{session_id}:")}
+            self._gone[promise.request_id] = None
 
 
 async def _follow(promise: Promise, work: Awaitable[Any]) -> None:
