@@ -473,6 +473,21 @@ def test_a_sample_sent_again_is_not_drawn_again(wire: Wire, recorder: Recorder) 
     assert wire.result(other["request_id"]) != wire.result(first["request_id"])
 
 
+def test_another_sample_under_a_used_number_fails_in_band(wire: Wire) -> None:
+    sampler = sampler_of(wire)
+    drawn = wire.run("asample", sample_json(sampler, 0))
+    failure(wire.run("asample", sample_json(sampler, 0, num_samples=2)), "number 0", "used before")
+    assert wire.run("asample", sample_json(sampler, 0)) == drawn
+
+
+def test_results_of_a_finished_session_are_gone(wire: Wire) -> None:
+    session = wire.session()
+    request_id = wire.post("optim_step", step_json(wire.model(session), 1))["request_id"]
+    wire.result(request_id)
+    wire.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
+    refusal(wire, 410, "retrieve_future", {"request_id": request_id}, "expired")
+
+
 @pytest.mark.parametrize("count", [0, -1, 1025])
 def test_the_number_of_samples_is_bounded(wire: Wire, count: int) -> None:
     refusal(wire, 400, "asample", sample_json(sampler_of(wire), num_samples=count), "num_samples", "1024", str(count))
@@ -807,6 +822,17 @@ def test_a_restart_keeps_what_was_saved(serve: Callable[..., Wire], tmp_path: Pa
     assert second.run("asample", sample_json(sampler)) == drawn
     again = second.run("asample", sample_json(f"{session}:sample:0", 1))
     assert again == drawn
+
+
+def test_a_model_of_an_earlier_life_is_not_made_again(serve: Callable[..., Wire], tmp_path: Path) -> None:
+    with serving(FakeEngine(), tmp_path) as url:
+        first = Wire(url)
+        session = first.session()
+        first.model(session)
+    second = serve(FakeEngine())
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
+    failure(second.run("create_model", body), "no longer loaded", "create_training_client_from_state")
+    assert second.model(session, 1) == f"{session}:train:1"
 
 
 def test_data_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
