@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
 from tinkex import protocol
+from tinkex.errors import GoneError, RateLimitError
 from tinkex.futures import Future, retrieve
 from tinkex.tokenizers import load_tokenizer
-from tinkex.types.inputs import ModelInput
+from tinkex.types.inputs import DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -19,9 +21,12 @@ from tinkex.types.sampling import (
     SamplingParams,
 )
 from tinkex.types.tensors import TensorData
+from tinkex.types.training import UntypedAPIFuture
 
 if TYPE_CHECKING:
     from tinkex.session import Session
+
+EXPIRED_ATTEMPTS = 5
 
 
 class SamplingClient:
@@ -38,6 +43,7 @@ class SamplingClient:
         self.sampling_session_id = sampling_session_id
         self._record_stability_info = record_stability_info
         self._seq_ids = itertools.count()
+        self._in_flight: asyncio.Semaphore | None = None
 
     def sample(
         self,
@@ -116,14 +122,41 @@ class SamplingClient:
         )
 
     async def _sample(self, request: SampleRequest) -> SampleResponse:
+        """Submit and fetch. A result that expired before it was fetched is asked for anew, under a new number."""
+        if self._in_flight is None:
+            self._in_flight = asyncio.Semaphore(self._session.client_config.sample_max_concurrent_requests)
+        async with self._in_flight:
+            for attempt in range(1, EXPIRED_ATTEMPTS + 1):
+                try:
+                    return await self._sample_once(request)
+                except GoneError:
+                    if attempt == EXPIRED_ATTEMPTS:
+                        raise
+                    request = request.model_copy(update={"seq_id": next(self._seq_ids)})
+        raise AssertionError("unreachable")
+
+    async def _sample_once(self, request: SampleRequest) -> SampleResponse:
         submitted = time.monotonic()
-        headers = {"X-Tinker-Sampling-Backpressure": "1"}
+        receipt = await self._submit(request)
         transport = self._session.transport
-        receipt = await transport.call(protocol.ASAMPLE, request, headers=headers)
         response: SampleResponse = await retrieve(transport, protocol.ASAMPLE, receipt.request_id, submitted)
         for sequence, sequence_id in zip(response.sequences, receipt.sample_sequence_ids or (), strict=False):
             sequence.sequence_id = sequence_id
         return response
+
+    async def _submit(self, request: SampleRequest) -> UntypedAPIFuture:
+        """Pass the gate; back-pressure makes everyone wait, and the same request is then sent again."""
+        gate, size = self._session.gate, prompt_bytes(request.prompt)
+        headers = {"X-Tinker-Sampling-Backpressure": "1"}
+        while True:
+            async with gate.passed(size):
+                try:
+                    receipt: UntypedAPIFuture = await self._session.transport.call(
+                        protocol.ASAMPLE, request, headers=headers, final={429}
+                    )
+                    return receipt
+                except RateLimitError as error:
+                    gate.refused(size, error.retry_after)
 
     async def sample_async(self, *args: Any, **kwargs: Any) -> SampleResponse:
         """Draw samples; takes what `sample` takes and gives the samples themselves."""
@@ -164,6 +197,22 @@ class SamplingClient:
     def get_tokenizer(self, *, backend: str | None = None) -> Any:
         """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""
         return load_tokenizer(self.get_base_model(), backend=backend)
+
+
+def prompt_bytes(prompt: ModelInput) -> int:
+    """Size of a prompt on the wire, as the protocol estimates it: ten bytes a token, media as they are."""
+    size = 0
+    for chunk in prompt.chunks:
+        match chunk:
+            case EncodedTextChunk():
+                size += 10 * chunk.length
+            case ImageChunk():
+                size += len(chunk.data)
+            case DmelChunk():
+                size += len(chunk.dmel)
+            case ImageAssetPointerChunk():
+                size += len(chunk.location)
+    return size
 
 
 async def open_sampling_client(

@@ -18,6 +18,7 @@ from tinkex import protocol
 from tinkex.config import Config
 from tinkex.errors import APIStatusError, NotFoundError, TinkerError
 from tinkex.futures import Future, retrieve, start
+from tinkex.limits import DispatchGate, shared_gate
 from tinkex.protocol import PROTOCOL_VERSION, Operation
 from tinkex.runtime import runtime
 from tinkex.transport import Transport
@@ -61,6 +62,7 @@ class Session:
         self._display_name = display_name
         self._lock = threading.Lock()
         self._opening: Future[None] | None = None
+        self._gate: DispatchGate | None = None
         # When the last client lets go, the transport must still be closed: on the loop, without holding the session.
         weakref.finalize(self, _close_transport, self.transport).atexit = False
 
@@ -107,6 +109,14 @@ class Session:
             if text:
                 logger.log(level, "%s", text)
         runtime().task(_heartbeat(weakref.ref(self), self.session_id))
+
+    @property
+    def gate(self) -> DispatchGate:
+        """What bounds the submission of samples, shared by all sessions of this server and key; on the loop only."""
+        if self._gate is None:
+            key = (self.config.base_url, self.config.api_key)
+            self._gate = shared_gate(key, self.client_config.sample_dispatch_bytes_semaphore_size)
+        return self._gate
 
     async def submit(self, op: Operation, request: Any, *, compress: bool = False) -> UntypedAPIFuture:
         """Hand an operation to the server; the receipt names its future."""

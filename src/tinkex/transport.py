@@ -10,7 +10,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -168,9 +168,13 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
         patience: float | None = None,
+        final: Container[int] = (),
         compress: bool = False,
     ) -> Any:
-        """Make the exchange, trying again while that may help, and decode the answer."""
+        """Make the exchange, trying again while that may help, and decode the answer.
+
+        A status in `final` is raised at once, for the caller to deal with.
+        """
         body = None if request is None else await _encode(request, compress)
         key = {} if op.method == "GET" else {"X-Idempotency-Key": f"tinkex-{uuid.uuid4()}"}
         merged = {**self._headers, **(body.headers if body else {}), **key, **(headers or {})}
@@ -181,7 +185,7 @@ class Transport:
             numbered = merged | {"X-Stainless-Retry-Count": str(number)}
             return await self.send(op, url, numbered, body.data if body else None, limit)
 
-        reply = await self.persist(op, attempt, self.config.patience if patience is None else patience)
+        reply = await self.persist(op, attempt, self.config.patience if patience is None else patience, final)
         return self.decode(op, op.response, reply)
 
     async def send(
@@ -215,7 +219,13 @@ class Transport:
         merged = {**self._headers, **body.headers, **headers}
         return await self.exchange(op, f"{PREFIX}/{op.path}", merged, body.data, timeout)
 
-    async def persist(self, op: Operation, attempt: Callable[[int], Awaitable[Reply]], patience: float) -> Reply:
+    async def persist(
+        self,
+        op: Operation,
+        attempt: Callable[[int], Awaitable[Reply]],
+        patience: float,
+        final: Container[int] = (),
+    ) -> Reply:
         """The retry policy: exponential with jitter, the server's Retry-After honoured, bounded by time."""
         started, number = time.monotonic(), 0
         while True:
@@ -225,8 +235,9 @@ class Transport:
                 number += 1
                 error.attempts = number
                 delay = backoff(number, getattr(error, "retry_after", None))
-                allowed = min(CONFLICT_PATIENCE, patience) if getattr(error, "status_code", 0) == 409 else patience
-                if not is_retryable(error) or time.monotonic() - started + delay > allowed:
+                status = getattr(error, "status_code", 0)
+                allowed = min(CONFLICT_PATIENCE, patience) if status == 409 else patience
+                if status in final or not is_retryable(error) or time.monotonic() - started + delay > allowed:
                     raise _worn_out(error, number, time.monotonic() - started) from error.__cause__
                 if number == 1:
                     logger.warning("%s; trying again for up to %.0f s", error.message, allowed)

@@ -1,0 +1,242 @@
+"""What keeps a client from asking too much at once: byte budgets, a shared back-off, a dispatch gate, a breaker.
+
+All of it lives on the runtime's loop; nothing here sleeps in a thread. Budgets are shared by whoever shares their key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, TypeVar
+
+from tinkex.errors import APIStatusError, TinkerError
+
+T = TypeVar("T")
+
+SMALL_PROMPT_BYTES = 131_072
+DISPATCHES = 400
+THROTTLED_DISPATCHES = 10
+THROTTLED_SECONDS = 10.0
+THROTTLED_WEIGHT = 20
+
+
+class ByteBudget:
+    """Lets holders through while less than the budget is taken; waiters in order.
+
+    A holder that finds anything left may overdraw it, so that one request larger than the whole budget still passes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.left = size
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def taken(self, size: int) -> AsyncIterator[None]:
+        """Hold so many bytes for as long as the block runs."""
+        await self._take(size)
+        try:
+            yield
+        finally:
+            self.left += size
+            self._wake()
+
+    async def _take(self, size: int) -> None:
+        if self.left >= 0 and not self._waiting:
+            self.left -= size
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it was our turn just as we gave up: pass it on
+                self.left += size
+                self._wake()
+            raise
+
+    def _wake(self) -> None:
+        while self._waiting and self.left >= 0:
+            size, turn = self._waiting.popleft()
+            if not turn.done():
+                self.left -= size
+                turn.set_result(None)
+
+
+@dataclass
+class Backoff:
+    """A pause that everyone who shares it keeps; a longer one is never shortened by a later one."""
+
+    clock: Callable[[], float] = time.monotonic
+    until: float = 0.0
+    throttled: float = float("-inf")
+
+    def pause(self, seconds: float) -> None:
+        """Ask everyone to hold off."""
+        self.throttled = self.clock()
+        self.until = max(self.until, self.throttled + seconds)
+
+    @property
+    def recently(self) -> bool:
+        """Whether the pause is on, or ended less than ten seconds ago."""
+        return self.clock() < max(self.until, self.throttled) + THROTTLED_SECONDS
+
+    async def wait(self) -> None:
+        """Wait until the pause is over, even if it is prolonged meanwhile."""
+        while (left := self.until - self.clock()) > 0:  # noqa: ASYNC110 - nothing sets an event when time passes
+            await asyncio.sleep(left)
+
+
+class DispatchGate:
+    """Bounds the samples being submitted: by number, by fewer after back-pressure, and by bytes of prompt.
+
+    Permits are held while submitting, not while waiting for results.
+    """
+
+    def __init__(self, byte_budget: int, backoff: Backoff | None = None) -> None:
+        self.backoff = backoff or Backoff()
+        self._all = asyncio.Semaphore(DISPATCHES)
+        self._few = asyncio.Semaphore(THROTTLED_DISPATCHES)
+        self._bytes = ByteBudget(byte_budget)
+
+    @contextlib.asynccontextmanager
+    async def passed(self, size: int) -> AsyncIterator[None]:
+        """Be let through with a prompt of this many bytes, once the shared pause is over."""
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._all)
+            throttled = self.backoff.recently
+            if throttled:
+                await stack.enter_async_context(self._few)
+            await stack.enter_async_context(self._bytes.taken(size * THROTTLED_WEIGHT if throttled else size))
+            await self.backoff.wait()
+            yield
+
+    def refused(self, size: int, retry_after: float | None) -> None:
+        """Note back-pressure: everyone pauses for the longer of what the prompt's size and the server ask for."""
+        self.backoff.pause(max(1.0 if size <= SMALL_PROMPT_BYTES else 5.0, retry_after or 0.0))
+
+
+_gates: dict[Hashable, DispatchGate] = {}
+
+
+def shared_gate(key: Hashable, byte_budget: int) -> DispatchGate:
+    """The gate of everyone with this key (a server and an account); made once. Call it on the loop."""
+    return _gates.setdefault(key, DispatchGate(byte_budget))
+
+
+# ── circuit breaker ──────────────────────────────────────────────────────────────────────────────────────────────
+
+BreakerState: TypeAlias = Literal["closed", "open", "half_open"]
+
+
+class CircuitOpenError(TinkerError):
+    """A call that was not made, because the ones before it failed."""
+
+
+@dataclass
+class CircuitBreaker:
+    """Stops calling what keeps failing: after `failure_threshold` failures in a row it is open for `reset_seconds`.
+
+    Then `half_open_calls` probes are let through; one that succeeds closes it, one that fails opens it again. Refusals
+    (4xx) are answers, not failures.
+
+    Example:
+        >>> breaker = CircuitBreaker("sample", failure_threshold=2)
+        >>> breaker.state
+        'closed'
+    """
+
+    name: str = ""
+    failure_threshold: int = 5
+    reset_seconds: float = 30.0
+    half_open_calls: int = 1
+    clock: Callable[[], float] = time.monotonic
+    failures: int = 0
+    _opened: float | None = field(default=None, repr=False)
+    _probes: int = field(default=0, repr=False)
+
+    @property
+    def state(self) -> BreakerState:
+        """Whether calls pass (closed), do not (open), or a few do on trial (half_open)."""
+        if self._opened is None:
+            return "closed"
+        return "half_open" if self.clock() - self._opened >= self.reset_seconds else "open"
+
+    def allows(self) -> bool:
+        """Whether a call would be let through now."""
+        state = self.state
+        return state == "closed" or (state == "half_open" and self._probes < self.half_open_calls)
+
+    def succeed(self) -> None:
+        """Note a success; while open it tells nothing new."""
+        if self.state != "open":
+            self.reset()
+
+    def fail(self) -> None:
+        """Note a failure."""
+        if self.state == "half_open":
+            self._opened, self._probes = self.clock(), 0
+        elif self._opened is None:
+            self.failures += 1
+            if self.failures >= self.failure_threshold:
+                self._opened = self.clock()
+
+    def reset(self) -> None:
+        """Close it and forget the failures."""
+        self.failures, self._opened, self._probes = 0, None, 0
+
+    async def call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Call through the breaker; CircuitOpenError when it does not let calls through."""
+        if not self.allows():
+            left = max(0.0, self.reset_seconds - (self.clock() - (self._opened or 0.0)))
+            raise CircuitOpenError(
+                f"the circuit breaker {self.name!r} is open after {self.failures} failures in a row",
+                hint=f"the next attempt is let through in {left:.0f} s",
+            )
+        probing = self.state == "half_open"
+        self._probes += probing
+        try:
+            result = await function()
+        except asyncio.CancelledError:
+            self._probes -= probing and self._probes > 0
+            raise
+        except Exception as error:
+            self.succeed() if _is_answer(error) else self.fail()
+            raise
+        self.succeed()
+        return result
+
+
+def _is_answer(error: Exception) -> bool:
+    """Whether an error shows that the other side is well: it understood, and said no."""
+    return isinstance(error, APIStatusError) and 400 <= error.status_code < 500
+
+
+class BreakerRegistry:
+    """Breakers by name, made with the same settings when first asked for."""
+
+    def __init__(self, **settings: float) -> None:
+        self._settings = settings
+        self._breakers: dict[str, CircuitBreaker] = {}
+
+    def get(self, name: str) -> CircuitBreaker:
+        """The breaker of a name."""
+        if name not in self._breakers:
+            self._breakers[name] = CircuitBreaker(name, **self._settings)  # type: ignore[arg-type]
+        return self._breakers[name]
+
+    def states(self) -> dict[str, BreakerState]:
+        """The state of every breaker."""
+        return {name: breaker.state for name, breaker in self._breakers.items()}
+
+    def reset(self, name: str) -> None:
+        """Close a breaker; an unknown name is fine."""
+        if name in self._breakers:
+            self._breakers[name].reset()
+
+    def delete(self, name: str) -> None:
+        """Forget a breaker; an unknown name is fine."""
+        self._breakers.pop(name, None)
