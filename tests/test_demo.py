@@ -17,7 +17,12 @@ def test_quick_demo_runs_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path))
     result = CliRunner().invoke(cli, ["demo", "--quick"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    for line in ("the base model tells a story: Once upon", "accuracy after the examples", "mean reward", "tokens/s"):
+    for line in (
+        "the base model tells a story: Once upon",
+        "accuracy after the examples",
+        "accuracy after the rewards",
+        "tokens/s",
+    ):
         assert line in result.output
     run = re.search(r"tinker://(\S+)/weights/demo", result.output)
     assert run

@@ -225,20 +225,31 @@ def test_a_step_that_breaks_loses_its_samples_and_no_more(caplog: pytest.LogCapt
     assert "sampling step failed" in caplog.text
 
 
-def test_stopping_finishes_what_was_given() -> None:
-    done: list[int] = []
+def test_stopping_finishes_what_has_begun_and_fails_the_rest() -> None:
+    begun, go_on, done = threading.Event(), threading.Event(), list[int]()
+
+    def slow() -> None:
+        begun.set()
+        go_on.wait(10)
+        done.append(0)
 
     async def run() -> None:
-        worker = Worker(FakeEngine(delay=0.001))
+        worker = Worker(FakeEngine())
         worker.start()
-        futures = [worker.run(done.append, number) for number in range(20)]
-        await worker.stop()
-        await asyncio.sleep(0)
-        assert all(future.done() for future in futures)
+        first = worker.run(slow)
+        others = [worker.run(done.append, number) for number in range(1, 20)]
+        await asyncio.to_thread(begun.wait, 10)
+        stopping = asyncio.create_task(worker.stop())
+        await asyncio.sleep(0.01)
+        go_on.set()
+        await stopping
+        await first
+        outcomes = await asyncio.gather(*others, return_exceptions=True)
+        assert all("stopped" in str(outcome) for outcome in outcomes)
         await worker.stop()  # a second time does nothing
 
     asyncio.run(run())
-    assert done == list(range(20))
+    assert done == [0]
 
 
 def test_stopping_does_not_leave_samples_without_an_answer() -> None:

@@ -63,9 +63,9 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     arrived: list[int] = []
     original = handlers.enqueue
 
-    async def enqueue(state: Any, call: Any, model_id: str, seq_id: int, work: Any) -> Any:
+    async def enqueue(state: Any, call: Any, model_id: str, seq_id: int, *work: Any) -> Any:
         arrived.append(seq_id)
-        return await original(state, call, model_id, seq_id, work)
+        return await original(state, call, model_id, seq_id, *work)
 
     monkeypatch.setattr(handlers, "enqueue", enqueue)
     return arrived
@@ -419,10 +419,11 @@ def failing(*_: Any) -> Any:
         (lambda data, logprobs: (1.0, {}), ValueError, "no gradient"),
         (lambda data, logprobs: (logprobs[0].detach().sum(), {}), ValueError, "no gradient"),
         (failing, KeyError, "mine"),
-        (lambda data, logprobs: None, TypeError, "unpack"),
-        (lambda data, logprobs: (logprobs[0], {}), RuntimeError, "scalar"),
+        (lambda data, logprobs: None, ValueError, "must return"),
+        (lambda data, logprobs: (logprobs[0], {}), ValueError, "a single number"),
+        (lambda data, logprobs: ((logprobs[0] - logprobs[0]).sqrt().sum(), {}), ValueError, "NaN or infinity"),
     ],
-    ids=["constant", "float", "detached", "raises", "nothing", "vector"],
+    ids=["constant", "float", "detached", "raises", "nothing", "vector", "not-a-number"],
 )
 def test_a_bad_custom_loss_is_reported_and_changes_nothing(
     service: ServiceClient, client: TrainingClient, loss: Any, error: type[Exception], words: str

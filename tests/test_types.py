@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import datetime as dt
 import json
 import pickle
 from typing import Any
@@ -14,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tinkex
-from tinkex import types
+from tinkex import codec, protobuf, types
 from tinkex.types.inputs import token_array
 from tinkex.types.record import Record
 
@@ -377,9 +380,8 @@ def test_all_forms_of_stop_survive_the_wire(stop: Any) -> None:
 
 # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-EXAMPLES: list[Record] = [
+EXAMPLES: list[Any] = [
     types.AdamParams(learning_rate=1e-3),
-    types.DimuonParams(learning_rate=1e-3),
     types.LoraConfig(rank=8, seed=1),
     types.SamplingParams(max_tokens=4, stop=["x"]),
     types.OptimStepRequest(model_id="m", seq_id=3, adam_params=types.AdamParams()),
@@ -486,7 +488,7 @@ def test_absent_fields_are_left_out_on_request() -> None:
 
 
 def test_dumps_nest() -> None:
-    request = EXAMPLES[4]
+    request = types.OptimStepRequest(model_id="m", seq_id=3, adam_params=types.AdamParams())
     dumped = request.model_dump()
     assert dumped["adam_params"]["learning_rate"] == 1e-4
     assert types.OptimStepRequest.model_validate(dumped) == request
@@ -505,6 +507,7 @@ BULK: list[Any] = [
     types.PromptAltTokens(types.TensorData.from_any([[1]]), types.TensorData.from_any([[-1.0]])),
     types.AdamOptimizerConfig(),
     types.DimuonOptimizerConfig(),
+    types.DimuonParams(learning_rate=1e-3),
     types.OptimizerConfigBase(type="new", size=3),
 ]
 
@@ -551,6 +554,407 @@ def test_sampled_sequences_read_as_lists() -> None:
     assert response.topk_prompt_logprobs == sequence.topk_logprobs
     empty = types.SampledSequence("length")
     assert (empty.tokens, empty.logprobs, empty.topk_logprobs) == ([], None, None)
+
+
+# ── where tokens came from ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def traced() -> types.Datum:
+    datum = types.Datum(types.ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4]})
+    spans: types.ProvenanceSpans = [
+        types.PromptProvenanceSpan(sequence_id="a", length=1),
+        types.SampledProvenanceSpan(sequence_id="a", offset=5, length=2),
+    ]
+    return datum.with_provenance(model_input=spans, loss_fn_inputs=spans)
+
+
+def test_provenance_makes_a_new_datum_and_survives_json() -> None:
+    datum = types.Datum(types.ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4]})
+    assert traced() != datum
+    assert traced() == traced()
+    assert datum.model_input_spans is None
+    assert "provenance" in repr(traced())
+    assert types.Datum.from_wire(json.loads(json.dumps(traced().to_wire()))) == traced()
+    assert pickle.loads(pickle.dumps(traced())) == traced()
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [[{"prompt_tokens": {"length": 1}}], [{"else": {}}], [5], [{"prompt_tokens": {"sequence_id": "", "length": 1}}]],
+    ids=str,
+)
+def test_malformed_provenance_is_refused(spans: Any) -> None:
+    wire = traced().to_wire() | {"model_input_spans": spans}
+    with pytest.raises(ValueError, match=r"provenance|sequence_id"):
+        types.Datum.from_wire(wire)
+
+
+def wire_of(datum: types.Datum) -> Any:
+    body = types.ForwardBackwardInput([datum], "cross_entropy")
+    return protobuf.parse("ForwardBackwardRequest", codec.encode(types.ForwardBackwardRequest(body, "m", 1)).data)
+
+
+def test_provenance_survives_protobuf() -> None:
+    mixed = types.Datum(
+        types.ModelInput.from_ints([1]).append(image()), {}, traced().model_input_spans, traced().loss_fn_input_spans
+    )
+    for datum in (traced(), mixed):
+        back = protobuf.decode_forward_backward(wire_of(datum).SerializeToString())
+        assert back.forward_backward_input.data == [datum]
+
+
+@pytest.mark.parametrize("damage", ["one list", "an empty span", "a short span", "a negative span", "no sequence"])
+def test_malformed_provenance_in_protobuf_is_refused(damage: str) -> None:
+    wire = wire_of(traced())
+    spans = wire.data[0].model_input_spans
+    match damage:
+        case "one list":
+            del spans[:]
+        case "an empty span":
+            spans.add()
+        case "a short span":
+            spans[1].sampled_tokens.length = 1
+        case "a negative span":
+            spans[1].sampled_tokens.length = -2
+        case "no sequence":
+            spans[0].prompt_tokens.sequence_id = ""
+    with pytest.raises(ValueError, match=r"malformed protobuf: data\[0\]"):
+        protobuf.decode_forward_backward(wire.SerializeToString())
+
+
+def test_spans_of_target_tables_need_not_add_up() -> None:
+    datum = types.Datum(types.ModelInput.from_ints([1]), {"target_tokens": [[1, 2]]})
+    span = types.SampledProvenanceSpan(sequence_id="a", length=1)
+    assert datum.with_provenance([span], [span, span]).loss_fn_input_spans == [span, span]
+
+
+def test_sparse_torch_inputs_are_told_by_their_names() -> None:
+    cells = torch.zeros(4, 8)
+    cells[2, 3] = 0.5
+    datum = types.Datum(types.ModelInput.from_ints([1]), {"weights": cells, "advantages": cells, "target_tokens": [1]})
+    assert datum.loss_fn_inputs["weights"].is_sparse
+    assert not datum.loss_fn_inputs["advantages"].is_sparse
+    assert np.array_equal(datum.loss_fn_inputs["weights"].to_numpy(), cells.numpy())
+    assert datum.loss_fn_inputs["weights"].nbytes < datum.loss_fn_inputs["advantages"].nbytes
+
+
+@given(
+    rows=st.integers(0, 6),
+    cols=st.integers(0, 6),
+    pad=st.integers(-2, 2),
+    seed=st.integers(0, 2**16),
+    whole=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_sparse_tensors_stand_for_the_dense_ones(rows: int, cols: int, pad: int, seed: int, whole: bool) -> None:
+    generator = np.random.default_rng(seed)
+    cells = np.where(generator.random((rows, cols)) < 0.3, generator.integers(-9, 9, (rows, cols)), pad)
+    dense = torch.from_numpy(cells if whole else cells.astype(np.float32))
+    tensor = types.TensorData.from_torch_sparse(dense, pad)
+    listed = int(np.count_nonzero(cells != pad))
+    assert tensor.is_sparse == (rows + 1 + 2 * listed < rows * cols)
+    assert np.array_equal(tensor.to_numpy(pad), dense.numpy())
+    assert tensor.dtype == ("int64" if whole else "float32")
+
+
+@pytest.mark.parametrize("pad", ["0", None, True, 0.5])
+def test_a_pad_that_does_not_fit_is_refused(pad: Any) -> None:
+    with pytest.raises(TypeError, match="pad_value"):
+        sparse().to_numpy(pad)
+    with pytest.raises(TypeError, match="pad_value"):
+        types.TensorData.from_torch_sparse(torch.zeros(2, 2, dtype=torch.int64), pad)
+
+
+# ── equality and copies ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "value", BULK + EXAMPLES, ids=[f"{n}-{type(v).__name__}" for n, v in enumerate(BULK + EXAMPLES)]
+)
+def test_copies_are_equal_and_deep_ones_share_nothing(value: Any) -> None:
+    for same in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        assert type(same) is type(value)
+        assert same == value
+    assert value != "something else"
+    if hasattr(value, "model_copy"):
+        assert value.model_copy() == value
+        assert value.model_copy(deep=True) == value
+
+
+def test_deep_copies_of_tensors_own_their_values() -> None:
+    tensor = types.TensorData.from_any([1.0, 2.0])
+    assert np.shares_memory(tensor.values, tensor.model_copy().values)
+    assert not np.shares_memory(tensor.values, tensor.model_copy(deep=True).values)
+    assert tensor.model_copy(update={"shape": [2, 1]}).tolist() == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "equal"),
+    [
+        ([1.0, float("nan")], [1.0, float("nan")], True),
+        ([1, 2], [1.0, 2.0], False),
+        ([[1, 2]], [1, 2], False),
+        ([1, 2], [1, 3], False),
+    ],
+    ids=str,
+)
+def test_tensors_compare_by_content(first: Any, second: Any, equal: bool) -> None:
+    one, two = types.TensorData.from_any(first), types.TensorData.from_any(second)
+    assert (one == two) is equal
+    if equal:
+        assert hash(one) == hash(two)
+    assert one == types.TensorData(one.data, one.dtype, None if one.shape == [2] else one.shape)
+    assert sparse() == sparse()
+    assert sparse() != sparse(sparse_col_indices=[0, 3, 0])
+
+
+def test_data_and_results_are_dataclasses() -> None:
+    datum = dataclasses.replace(traced(), loss_fn_inputs={"weights": types.TensorData.from_any([1.0])})
+    assert datum.loss_fn_inputs["weights"].data == [1.0]
+    assert datum.model_input_spans == traced().model_input_spans
+    sequence = types.SampledSequence("stop", "a", np.array([1], np.int32))
+    assert sequence.tokens == [1]
+    assert dataclasses.replace(sequence, sequence_id="b").sequence_id == "b"
+    with pytest.raises(AttributeError):
+        datum.model_input = types.ModelInput.empty()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        (types.TensorData.from_any([1]), "shape"),
+        (types.EncodedTextChunk(tokens=[1]), "tokens_np"),
+        (types.ModelInput.from_ints([1]), "chunks"),
+        (types.DimuonParams(learning_rate=1), "learning_rate"),
+        (types.AdamOptimizerConfig(), "type"),
+        (types.ForwardBackwardOutput("x", []), "metrics"),
+        (types.OptimStepRequest(model_id="m", optim_params=types.AdamParams()), "seq_id"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else value,
+)
+def test_values_do_not_change(value: Any, field: str) -> None:
+    with pytest.raises(AttributeError):
+        setattr(value, field, None)
+    with pytest.raises(AttributeError):
+        delattr(value, field)
+
+
+def test_pickles_do_not_carry_lists_that_were_only_read() -> None:
+    sequence = types.SampledSequence("stop", "", np.arange(1000, dtype=np.int32))
+    before = len(pickle.dumps(sequence))
+    assert len(sequence.tokens) == 1000
+    assert len(pickle.dumps(sequence)) == before
+    assert sequence == types.SampledSequence("stop", "", np.arange(1000, dtype=np.int32))
+
+
+# ── dumps ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_dumps_can_be_narrowed() -> None:
+    params = types.AdamParams(learning_rate=0.5)
+    assert params.model_dump(include={"eps"}) == {"eps": 1e-12}
+    assert params.model_dump(exclude_defaults=True) == params.model_dump(exclude_unset=True) == {"learning_rate": 0.5}
+    assert "eps" not in params.model_dump(exclude={"eps"})
+    assert params.model_dump_json(include={"beta1"}, indent=2) == '{\n  "beta1": 0.9\n}'
+    request = types.CreateModelRequest(session_id="s", model_seq_id=0, base_model="b")
+    assert request.model_dump(exclude_defaults=True).keys() == {"session_id", "model_seq_id", "base_model"}
+    assert types.ModelInput.from_ints([1]).model_dump(exclude={"chunks"}) == {}
+
+
+def test_models_that_hold_ours_have_a_schema() -> None:
+    class Holder(pydantic.BaseModel):
+        params: types.AdamParams
+        prompt: types.ModelInput
+        step: types.OptimStepRequest
+
+    properties = Holder.model_json_schema()["properties"]
+    assert properties.keys() == {"params", "prompt", "step"}
+
+
+def test_numbers_of_numpy_can_be_sent() -> None:
+    params = types.AdamParams(learning_rate=np.float32(0.5), eps=np.float64(1e-8))  # type: ignore[arg-type]
+    assert json.loads(params.model_dump_json())["learning_rate"] == 0.5
+    sampling = types.SamplingParams(max_tokens=np.int64(3), stop=(np.int64(1), 2), temperature=1)  # type: ignore[arg-type]
+    assert json.loads(sampling.model_dump_json())["stop"] == [1, 2]
+    assert isinstance(sampling.temperature, float)
+    assert json.loads(codec.encode({"a": np.float64(0.5), "b": np.arange(2)}).data) == {"a": 0.5, "b": [0, 1]}
+
+
+# ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"learning_rate": 0.0},
+        {"learning_rate": float("nan")},
+        {"learning_rate": "fast"},
+        {"beta1": 1.0},
+        {"beta2": -0.1},
+        {"eps": 0.0},
+        {"weight_decay": -1.0},
+        {"grad_clip_norm": float("inf")},
+    ],
+    ids=str,
+)
+def test_adam_parameters_are_checked_on_request(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        types.AdamParams(**fields).validate()
+    params = types.AdamParams(learning_rate=1)
+    assert params.validate() is params
+
+
+def test_a_step_takes_its_parameters_once() -> None:
+    adam, dimuon = types.AdamParams(), types.DimuonParams(learning_rate=1.0)
+    for fields in ({}, {"optim_params": adam, "adam_params": types.AdamParams(eps=1.0)}):
+        with pytest.raises(ValueError, match="once"):
+            types.OptimStepRequest(model_id="m", **fields)  # type: ignore[arg-type]
+    step = types.OptimStepRequest(model_id="m", optim_params=dimuon)
+    assert (step.adam_params, step.optimizer_params) == (None, dimuon)
+    assert step.model_copy(update={"seq_id": 2}).optim_params == dimuon
+    assert step.model_copy(update={"adam_params": adam}).optim_params == adam
+
+
+def test_later_versions_of_a_known_optimizer_pass_through() -> None:
+    config = types.OptimizerConfigBase.from_wire({"type": "dimuon", "version": 2, "new": True})
+    assert type(config) is types.OptimizerConfigBase
+    assert config.to_wire() == {"type": "dimuon", "version": 2, "new": True}
+    with pytest.raises(ValueError, match="DimuonParams"):
+        types.DimuonParams.from_wire({"type": "dimuon"})
+
+
+# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tables_of_older_dialects_are_read() -> None:
+    wire = {
+        "sequences": [{"stop_reason": "stop", "tokens": [1], "logprobs": [-0.5]}],
+        "prompt_logprobs": [None, -1.0],
+        "topk_prompt_logprobs": [None, [[3, -0.5], {"token_id": 4, "logprob": -1}]],
+    }
+    response = types.SampleResponse.from_wire(wire)
+    assert response.topk_prompt_logprobs == [None, [(3, -0.5), (4, -1.0)]]
+    assert types.SampleResponse.from_wire(json.loads(json.dumps(response.to_wire()))) == response
+    for bad in ([[[1]]], [[{"token_id": 1}]], [5], [[["a", 1.0]]]):
+        with pytest.raises(ValueError, match="top-k"):
+            types.SampleResponse.from_wire(wire | {"topk_prompt_logprobs": bad})
+
+
+def test_chunks_of_a_stream_say_what_they_are() -> None:
+    token = types.SampleStreamChunk.from_map({"token": "a", "token_id": 3, "index": 0, "logprob": -0.5, "else": 1})
+    assert (token.event_type, token.is_done) == ("token", False)
+    done = types.SampleStreamChunk.from_map({"finish_reason": "stop", "total_tokens": 4})
+    assert done == types.SampleStreamChunk.done("stop", 4)
+    assert done.is_done
+    error = types.SampleStreamChunk.from_map({"error": "broken"})
+    assert (error.event_type, error.token, error.is_done) == ("error", "broken", True)
+
+
+# ── custom losses ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_custom_loss_adds_up() -> None:
+    term = types.RegularizerOutput.from_computation("l2", 4.0, 0.5, grad_norm=0.0, custom={"a": 1})
+    assert (term.contribution, term.grad_norm_weighted) == (2.0, 0.0)
+    output = types.CustomLossOutput.build(1.5, {"kl": 0.1}, [term], base_grad_norm=3.0)
+    assert (output.loss_total, output.regularizer_total) == (3.5, 2.0)
+    dumped = json.loads(codec.encode(output).data)
+    assert dumped["base_loss"] == {"value": 1.5, "grad_norm": 3.0, "custom": {"kl": 0.1}}
+    assert "total_grad_norm" not in dumped
+    assert types.CustomLossOutput.model_validate(dumped) == output
+    bare = types.RegularizerOutput.from_computation("l1", 1.0, 1.0)
+    assert "grad_norm_weighted" not in json.loads(codec.encode(bare).data)
+
+
+@pytest.mark.parametrize("fields", [{"weight": -1}, {"weight": "1"}, {"name": ""}, {"fn": 5}], ids=str)
+def test_regularizers_are_checked(fields: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"fn": lambda data, logprobs: 0, "weight": 1.0, "name": "l2"}
+    assert not types.RegularizerSpec(**given).is_async
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        types.RegularizerSpec(**given | fields)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "loss"), [({"loss": 1.0, "loss:sum": 2.0}, 1.0), ({"loss:sum": 2.0}, 2.0), ({}, None)]
+)
+def test_a_result_knows_its_loss(metrics: dict[str, float], loss: float | None) -> None:
+    assert types.ForwardBackwardOutput("x", [], metrics).loss == loss
+
+
+# ── enumerations and other helpers ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_literals_are_parsed_or_none() -> None:
+    assert types.literal_values(types.TensorDtype) == ("int64", "float32")
+    assert types.literal_values(types.LossFnType)[:2] == ("cross_entropy", "importance_sampling")
+    assert types.parse_literal(types.StopReason, "stop") == "stop"
+    for other in ("STOP", "", None, 1, ["stop"]):
+        assert types.parse_literal(types.StopReason, other) is None
+    assert types.parse_literal(types.CustomLossInputRank, True) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("active", "active"),
+        (" PAUSED_capacity\n", "paused_capacity"),
+        ("?", "unknown"),
+        (None, "unknown"),
+        (5, "unknown"),
+    ],
+)
+def test_queue_states_are_parsed(text: Any, state: str) -> None:
+    assert types.QueueState.parse(text) == state
+    assert str(types.QueueState.parse(text)) == state
+
+
+def test_precision_loss_is_told() -> None:
+    for dtype, wire in ((np.float64, "float32"), (np.uint64, "int64")):
+        lost = types.check_precision_loss(np.dtype(dtype))
+        assert lost is not None
+        assert lost[0] == wire
+        with pytest.warns(UserWarning, match=wire):
+            assert types.dtype_of(np.zeros(1, dtype), warn=True) == wire
+    for kept in (np.float32, np.int32, np.uint8, np.bool_):
+        assert types.check_precision_loss(np.zeros(1, kept)) is None
+        types.dtype_of(np.zeros(1, kept), warn=True)
+
+
+def test_sizes_are_estimated() -> None:
+    prompt = types.ModelInput.from_ints([1, 2]).append(image())
+    assert prompt.estimated_bytes == 20 + 4
+    pointer = types.ImageAssetPointerChunk(format="png", location="there")
+    prompt = prompt.append(pointer).append(types.DmelChunk(dmel=b"123"))
+    assert prompt.estimated_bytes == 24 + 5 + 3
+    assert types.Datum(prompt, {"weights": [1, 2, 3]}).estimated_bytes == 32 + 30
+
+
+def test_text_becomes_tokens() -> None:
+    class Letters:
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [0] * add_special_tokens + [ord(letter) for letter in text]
+
+    assert types.ModelInput.from_text("ab", tokenizer=Letters()).to_ints() == [0, 97, 98]
+    assert types.ModelInput.from_text("ab", tokenizer=Letters(), add_special_tokens=False).to_ints() == [97, 98]
+    for name in (None, "", 5):
+        with pytest.raises(ValueError, match="model_name"):
+            types.ModelInput.from_text("ab", model_name=name)  # type: ignore[arg-type]
+    assert types.ModelInput.from_text("1+1", model_name="tinkex/tiny").length > 0
+
+
+def test_unknown_events_are_dropped_when_a_batch_is_read() -> None:
+    when = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+    event = types.GenericEvent(event_id="a", event_session_index=0, timestamp=when, event_name="n", event_data={"k": 1})
+    fields = {"platform": "p", "sdk_version": "1", "session_id": "s", "process_uuid": "u"}
+    batch = types.TelemetryBatch(events=[event], **fields)
+    wire = json.loads(batch.model_dump_json())
+    assert wire["events"][0]["event"] == "GENERIC_EVENT"
+    wire["events"].append({"event": "NEWS"})
+    back = types.TelemetryBatch.model_validate(wire)
+    assert back == batch
+    assert back.size == 1
+    with pytest.raises(ValueError, match="event_name"):
+        types.TelemetryBatch.model_validate(wire | {"events": [{**wire["events"][0], "event_name": 5}]})
 
 
 # ── paths ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
         ConflictError as ConflictError,
     )
     from tinkex.errors import (
+        ExperimentalWarning as ExperimentalWarning,
+    )
+    from tinkex.errors import (
         GoneError as GoneError,
     )
     from tinkex.errors import (
@@ -74,6 +77,12 @@ if TYPE_CHECKING:
     )
     from tinkex.local import (
         LocalBackend as LocalBackend,
+    )
+    from tinkex.rest import (
+        AdminClient as AdminClient,
+    )
+    from tinkex.rest import (
+        RestClient as RestClient,
     )
     from tinkex.sampling import (
         SamplingClient as SamplingClient,
@@ -176,6 +185,7 @@ _HOMES = {
         "BillingError",
         "ConfigurationError",
         "ConflictError",
+        "ExperimentalWarning",
         "GoneError",
         "InternalServerError",
         "NotFoundError",
@@ -187,6 +197,7 @@ _HOMES = {
     ],
     "tinkex.futures": ["Future"],
     "tinkex.local": ["LocalBackend"],
+    "tinkex.rest": ["AdminClient", "RestClient"],
     "tinkex.sampling": ["SamplingClient"],
     "tinkex.service": ["ServiceClient"],
     "tinkex.training": ["TrainingClient"],
@@ -231,6 +242,7 @@ __all__ = [
     "APITimeoutError",
     "AdamOptimizerConfig",
     "AdamParams",
+    "AdminClient",
     "AuthenticationError",
     "BadRequestError",
     "BillingError",
@@ -243,6 +255,7 @@ __all__ = [
     "DimuonParams",
     "DmelChunk",
     "EncodedTextChunk",
+    "ExperimentalWarning",
     "ForwardBackwardOutput",
     "Future",
     "GoneError",
@@ -262,6 +275,7 @@ __all__ = [
     "PermissionDeniedError",
     "RateLimitError",
     "RequestFailedError",
+    "RestClient",
     "SampleRequest",
     "SampleResponse",
     "SampledSequence",

@@ -85,6 +85,8 @@ def decode(kind: type[T], data: bytes, content_type: str = JSON) -> T:
         raise ValueError(str(error)) from None
     except msgspec.DecodeError as error:
         raise ValueError(f"malformed JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("malformed JSON: it is nested too deeply") from None
     except (AttributeError, KeyError, TypeError) as error:  # from the types that read their own JSON
         raise ValueError(f"malformed {kind.__name__}: {error!r}") from None
 
@@ -98,7 +100,7 @@ def peek(data: bytes, content_type: str) -> tuple[str, int] | None:
         else:
             wire = msgspec.json.decode(data)
             model_id, seq_id = wire["model_id"], wire["seq_id"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return (model_id, seq_id) if isinstance(model_id, str) and isinstance(seq_id, int) and seq_id > 0 else None
 

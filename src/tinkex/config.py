@@ -20,10 +20,12 @@ def is_embedded(base_url: str) -> bool:
 
 
 def is_address(base_url: str) -> bool:
-    """Whether a base URL can be connected to: http or https, a host, and a port that is a number if there is one."""
+    """Whether a base URL can be connected to: http or https, a host, a numeric port if any, and no password in it."""
     try:
         parts = urlsplit(base_url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+        )
     except ValueError:
         return False
 
@@ -70,7 +72,11 @@ class Config:
             )
         url = url or HOSTED_URL
         if not is_embedded(url) and not is_address(url):
-            raise ConfigurationError(f"base URL {url!r} is not an http(s) address", hint='give a full URL, or "local"')
+            shown = url.rpartition("@")[2]
+            raise ConfigurationError(
+                f"base URL {shown!r} is not an http(s) address without a password in it",
+                hint='give a full URL, or "local"',
+            )
         if not key and not is_open(url):
             raise ConfigurationError(
                 f"{url} needs an API key",

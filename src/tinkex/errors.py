@@ -11,6 +11,7 @@
     │       ├── NotFoundError 404 · ConflictError 409 · GoneError 410 · UnprocessableEntityError 422
     │       └── RateLimitError 429 · InternalServerError >= 500
     └── RequestFailedError             the operation was accepted and then failed; `category` says whose fault it is
+    ExperimentalWarning                a warning: what was called may change or go without notice    (FutureWarning)
 
 Every error keeps what it knows as attributes (`status_code`, `request_id`, `attempts`, `hint`, …), also when pickled.
 """
@@ -146,6 +147,10 @@ class RequestFailedError(TinkerError):
         self.category = RequestErrorCategory(category)
 
 
+class ExperimentalWarning(FutureWarning):
+    """What was called may change or go in any release."""
+
+
 STATUS_ERRORS: dict[int, type[APIStatusError]] = {
     400: BadRequestError,
     401: AuthenticationError,
@@ -167,5 +172,7 @@ def error_for(status: int) -> type[APIStatusError]:
 def is_retryable(error: BaseException) -> bool:
     """Whether the same request, sent again, may succeed."""
     if isinstance(error, APIStatusError):
-        return error.status_code in (408, 409, 429) or error.status_code >= 500
+        return error.status_code in (408, 409, 429) or (
+            error.status_code >= 500 and error.status_code not in (501, 505)
+        )
     return isinstance(error, APIConnectionError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
@@ -45,7 +46,12 @@ class Future(concurrent.futures.Future[T], Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work running."""
         self._check_thread()
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        except TimeoutError:
+            if self.done():
+                raise
+            raise TimeoutError(f"not done after {timeout} s; the work goes on, result() can be called again") from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Block until the outcome is there and return its error, if it is one."""
@@ -70,7 +76,9 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             asyncio.get_running_loop()
         except RuntimeError:
             return
-        warnings.warn("result() blocks the running event loop; await the future instead", RuntimeWarning, stacklevel=3)
+        if "ipykernel" not in sys.modules:  # a notebook always runs inside a loop, and blocking there is what is meant
+            message = "result() blocks the running event loop; await the future instead"
+            warnings.warn(message, RuntimeWarning, stacklevel=_users_level())
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
@@ -95,6 +103,14 @@ class Future(concurrent.futures.Future[T], Generic[T]):
     def future(self) -> concurrent.futures.Future[T]:
         """This future, as the plain concurrent one that it is."""
         return self
+
+
+def _users_level() -> int:
+    """How far up the stack, counted from the caller, the user's own line is."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tinkex."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:

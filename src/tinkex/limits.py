@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
@@ -120,6 +121,10 @@ class DispatchGate:
 
 
 _gates: dict[Hashable, DispatchGate] = {}
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_gates.clear)
 
 
 def shared_gate(key: Hashable, byte_budget: int) -> DispatchGate:

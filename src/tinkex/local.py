@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import unquote
 
 from tinkex.config import LOCAL
 from tinkex.errors import ConfigurationError
@@ -152,15 +153,16 @@ class _AsgiRequest:
     """One request as ASGI sees it."""
 
     def __init__(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None) -> None:
+        path, _, query = path.partition("?")
         self.scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": method,
             "scheme": "http",
-            "path": path,
+            "path": unquote(path),
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
             "client": ("127.0.0.1", 0),
@@ -290,6 +292,18 @@ class _Lease:
 _lock = threading.Lock()
 _named: dict[str, LocalBackend] = {}
 _shared: dict[Path, LocalBackend] = {}
+
+
+def _forget() -> None:
+    """A forked child has none of the threads behind these."""
+    global _lock
+    _lock = threading.Lock()
+    _named.clear()
+    _shared.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _release(backend: LocalBackend) -> bool:

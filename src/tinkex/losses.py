@@ -44,13 +44,20 @@ def evaluate(
     logprobs = [torch.from_numpy(np.array(record["logprobs"].to_numpy())) for record in output.loss_fn_outputs]
     for leaf in logprobs:
         leaf.requires_grad_(True)
-    loss, metrics = loss_fn(data, logprobs)
+    answer = loss_fn(data, logprobs)
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise ValueError(f"the custom loss must return (loss, metrics), it returned a {type(answer).__name__}")
+    loss, metrics = answer
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         raise ValueError("the custom loss does not depend on the log-probabilities: it has no gradient")
+    if loss.numel() != 1:
+        raise ValueError(f"the custom loss must be a single number, it has shape {list(loss.shape)}")
     loss.backward()  # type: ignore[no-untyped-call]
     weighted = []
     for datum, leaf in zip(data, logprobs, strict=True):
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        if not bool(torch.isfinite(gradient).all()):
+            raise ValueError("the gradient of the custom loss holds NaN or infinity")
         weights = TensorData.from_numpy(-gradient.numpy())
         targets = datum.loss_fn_inputs["target_tokens"]
         weighted.append(Datum(datum.model_input, {"target_tokens": targets, "weights": weights}))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tinkex.types.inputs import (
+    SPANS,
     Datum,
     DmelChunk,
     EncodedTextChunk,
@@ -21,6 +22,8 @@ from tinkex.types.inputs import (
     ImageChunk,
     ModelInput,
     ModelInputChunk,
+    PromptProvenanceSpan,
+    ProvenanceSpans,
     text_chunk,
 )
 from tinkex.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, TopkLogprobs
@@ -278,8 +281,8 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
         if isinstance(value, str):
             wire.loss_fn_config_v2[key].text = value
         else:
-            wire.loss_fn_config[key] = value
-            wire.loss_fn_config_v2[key].number = value
+            wire.loss_fn_config[key] = float(value)
+            wire.loss_fn_config_v2[key].number = float(value)
     encoded: bytes = wire.SerializeToString(deterministic=True)
     return encoded
 
@@ -300,6 +303,15 @@ def _put_datum(target: Any, datum: Datum) -> None:
                 raise ValueError("image asset pointers cannot be used in training; send an ImageChunk")
     for name, tensor in datum.loss_fn_inputs.items():
         put_tensor(target.loss_fn_inputs[name], tensor)
+    _put_spans(target.model_input_spans, datum.model_input_spans)
+    _put_spans(target.loss_fn_input_spans, datum.loss_fn_input_spans)
+
+
+def _put_spans(target: Any, spans: ProvenanceSpans | None) -> None:
+    for span in spans or ():
+        wire = target.add()
+        arm = wire.prompt_tokens if isinstance(span, PromptProvenanceSpan) else wire.sampled_tokens
+        arm.sequence_id, arm.offset, arm.length = span.sequence_id, span.offset, span.length
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
@@ -329,7 +341,26 @@ def _get_datum(source: Any, index: int) -> Datum:
         name: get_tensor(tensor, f"data[{index}].loss_fn_inputs[{name!r}]")
         for name, tensor in source.loss_fn_inputs.items()
     }
-    return Datum(ModelInput(chunks=chunks), tensors)
+    model_input = ModelInput(chunks=chunks)
+    if not source.model_input_spans and not source.loss_fn_input_spans:
+        return Datum(model_input, tensors)
+    try:
+        spans = (_get_spans(source.model_input_spans), _get_spans(source.loss_fn_input_spans))
+        if not model_input.is_text:  # how many positions media take, only the model knows
+            return Datum(model_input, tensors, *spans)
+        return Datum(model_input, tensors).with_provenance(*spans)
+    except ValueError as error:
+        raise ValueError(f"malformed protobuf: data[{index}]: {error}") from None
+
+
+def _get_spans(source: Any) -> ProvenanceSpans:
+    spans: ProvenanceSpans = []
+    for wire in source:
+        if (kind := wire.WhichOneof("span")) is None:
+            raise ValueError("a provenance span is empty")
+        span = getattr(wire, kind)
+        spans.append(SPANS[kind](sequence_id=span.sequence_id, offset=span.offset, length=span.length))
+    return spans
 
 
 def _get_chunk(source: Any, index: int) -> ModelInputChunk:

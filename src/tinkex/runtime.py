@@ -8,13 +8,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import concurrent.futures.thread  # registers its own end first, so that ours comes before it
 import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+CLOSE_SECONDS = 3.0
+"""How long the end of a program waits for sessions to be finished that nobody closed."""
 EXIT_SECONDS = 30.0
 """How long the end of a program waits for what still runs: an interpreter that ends under a busy engine crashes."""
 
@@ -24,7 +28,10 @@ class Runtime:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self.stopped = False
+        self._pid = os.getpid()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._closers: list[weakref.WeakMethod[Callable[[], Coroutine[Any, Any, None]]]] = []
         self._thread = threading.Thread(target=self._run, name="tinkex", daemon=True)
         self._thread.start()
 
@@ -34,10 +41,21 @@ class Runtime:
 
     def stop(self) -> None:
         """End what runs on the loop, give it a moment to clean up, and end the thread."""
+        if os.getpid() != self._pid:
+            return  # a forked child has no such thread
         asyncio.run_coroutine_threadsafe(self._wind_up(), self.loop)
         self._thread.join(EXIT_SECONDS)
 
+    def at_stop(self, closer: weakref.WeakMethod[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+        """Have something closed before the loop stops, if it is still there then."""
+        self._closers.append(closer)
+        self._closers = [kept for kept in self._closers if kept() is not None]
+
     async def _wind_up(self) -> None:
+        closers = [asyncio.ensure_future(method()) for closer in self._closers if (method := closer()) is not None]
+        if closers:
+            await asyncio.wait(closers, timeout=CLOSE_SECONDS)
+        self.stopped = True
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -63,6 +81,10 @@ class Runtime:
 
     def feed(self, coroutine: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]) -> None:
         """Run a coroutine on the loop; its outcome goes to `future`, whose cancellation goes to it."""
+        if self.stopped:
+            coroutine.close()
+            future.set_exception(RuntimeError("the program is ending: tinkex can do no more"))
+            return
 
         def start() -> None:
             if future.cancelled():
@@ -89,6 +111,36 @@ def deliver(task: asyncio.Future[T], future: concurrent.futures.Future[T]) -> No
         future.set_result(task.result())
 
 
+async def in_own_thread(function: Callable[..., T], *args: Any) -> T:
+    """Run a user's code in a thread of its own: the shared pool may be what it waits for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = function(*args)
+        except BaseException as error:
+            post(future.set_exception, error)
+        else:
+            post(future.set_result, result)
+
+    def post(settle: Callable[[Any], None], outcome: Any) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: None if future.done() else settle(outcome))
+
+    threading.Thread(target=run, name="tinkex-user-code", daemon=True).start()
+    return await future
+
+
+def before_exit(function: Callable[[], None]) -> None:
+    """Have a function called when the program ends, while threads can still be used; the last one first.
+
+    `atexit` alone comes too late: by then the pool that `asyncio.to_thread` uses has been shut down.
+    """
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(function)
+
+
 _lock = threading.Lock()
 _current: Runtime | None = None
 
@@ -99,14 +151,12 @@ def runtime() -> Runtime:
     with _lock:
         if _current is None:
             _current = Runtime()
-            atexit.register(_current.stop)
+            before_exit(_current.stop)
         return _current
 
 
 def _forget() -> None:
     global _current, _lock
-    if _current is not None:
-        atexit.unregister(_current.stop)
     _current, _lock = None, threading.Lock()
 
 

@@ -76,6 +76,11 @@ class SamplingClient:
         Raises:
             ValueError: The options contradict each other.
         """
+        if not isinstance(prompt, ModelInput):
+            raise TypeError(
+                f"prompt must be a ModelInput, got {type(prompt).__name__}: "
+                "ModelInput.from_ints(tokenizer.encode(text)) makes one of text"
+            )
         if num_samples < 1:
             raise ValueError("num_samples must be at least 1")
         if prompt_alt_tokens_k < 0:
@@ -197,6 +202,13 @@ class SamplingClient:
     def get_tokenizer(self, *, backend: str | None = None) -> Any:
         """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""
         return load_tokenizer(self.get_base_model(), backend=backend)
+
+    async def get_tokenizer_async(self, *, backend: str | None = None) -> Any:
+        """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""
+        return await asyncio.to_thread(load_tokenizer, await self.get_base_model_async(), backend=backend)
+
+    def __repr__(self) -> str:
+        return f"SamplingClient({self.sampling_session_id!r})"
 
 
 def prompt_bytes(prompt: ModelInput) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tinkex import protocol
 from tinkex.config import Config
@@ -22,6 +23,11 @@ from tinkex.types.training import (
     LoraConfig,
     OptimizerConfig,
 )
+
+if TYPE_CHECKING:
+    from tinkex.rest import RestClient
+
+logger = logging.getLogger("tinkex")
 
 
 class ServiceClient:
@@ -277,6 +283,18 @@ class ServiceClient:
 
         return self._session.start(opening())
 
+    def create_rest_client(self) -> RestClient:
+        """Deprecated: make a `RestClient` directly; this one uses the service client's connections."""
+        from tinkex.rest import RestClient
+
+        warnings.warn(
+            "ServiceClient.create_rest_client() will go: make a tinkex.RestClient() instead, "
+            "which takes the same base_url and api_key and needs no ServiceClient",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return RestClient(self._session)
+
     # ── the service ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _capabilities(self) -> GetServerCapabilitiesResponse:
@@ -304,7 +322,14 @@ class ServiceClient:
         status: ClientSessionFinishReasonType = "success"
         if kind is not None:
             status = "errored" if issubclass(kind, Exception) else "interrupted"
-        self.close(status, repr(error) if error is not None else None).result(timeout=30)
+        closing = self.close(status, repr(error) if error is not None else None)
+        if status == "success":
+            closing.result()
+            return
+        try:
+            closing.result(timeout=10)
+        except TimeoutError:  # the error that ended the block matters more
+            logger.warning("the session could not be finished within 10 s")
 
     def __repr__(self) -> str:
         return f"ServiceClient(base_url={self._session.config.base_url!r})"

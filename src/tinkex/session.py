@@ -63,6 +63,8 @@ class Session:
         self._lock = threading.Lock()
         self._opening: Future[None] | None = None
         self._gate: DispatchGate | None = None
+        self._pending: set[Future[Any]] = set()
+        self._finishing: asyncio.Future[None] | None = None
         # When the last client lets go, the transport must still be closed: on the loop, without holding the session.
         weakref.finalize(self, _close_transport, self.transport).atexit = False
 
@@ -89,6 +91,7 @@ class Session:
         await self._opening
 
     async def _open(self) -> None:
+        runtime().at_stop(weakref.WeakMethod(self._abandon))
         hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
         patience = self.config.first_contact_patience
         self.client_config = await self.transport.call(protocol.CLIENT_CONFIG, hello, patience=patience)
@@ -129,11 +132,32 @@ class Session:
         receipt = await self.submit(op, request)
         return await retrieve(self.transport, op, receipt.request_id, submitted)
 
+    def track(self, future: Future[Any]) -> None:
+        """Remember a call until it has ended, so that closing can wait for it."""
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+
+    async def _settle(self, reason: ClientSessionFinishReasonType) -> None:
+        """Before a session ends well, what was called is carried out; otherwise what is dropped is named."""
+        pending = list(self._pending)
+        if pending and reason == "success":
+            logger.info("closing: waiting for %d calls under way", len(pending))
+            await asyncio.gather(*pending, return_exceptions=True)
+        elif pending:
+            logger.warning("the session ends with %d calls under way: they are dropped", len(pending))
+
+    async def _abandon(self) -> None:
+        await self.finish("interrupted", "the program ended without closing the session")
+
     async def finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
-        """Tell the server that this session is over, and let go of the connections."""
-        if self.closed:
-            return
+        """Tell the server that this session is over, and let go of the connections; the first reason stays."""
         self.closed = True
+        if self._finishing is None:
+            self._finishing = asyncio.ensure_future(self._finish(reason, detail))
+        await asyncio.shield(self._finishing)
+
+    async def _finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
+        await self._settle(reason)
         try:
             if self.session_id:
                 request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)

@@ -12,7 +12,7 @@ from tinkex import losses, protocol
 from tinkex.errors import APIConnectionError, TinkerError
 from tinkex.futures import Future, combine, retrieve, start
 from tinkex.protocol import Operation
-from tinkex.runtime import runtime
+from tinkex.runtime import in_own_thread, runtime
 from tinkex.sampling import SamplingClient, open_sampling_client
 from tinkex.tokenizers import load_tokenizer
 from tinkex.types.checkpoints import (
@@ -71,7 +71,9 @@ class Outbox:
         """Queue a call made now."""
         if self._session.closed:
             raise RuntimeError("ServiceClient is closed")
-        return start(self._go(turn))
+        future = start(self._go(turn))
+        self._session.track(future)
+        return future
 
     async def _go(self, turn: Turn[T]) -> T:
         begun = False
@@ -90,6 +92,19 @@ class Outbox:
                 submission.cancel()
             raise
         return await fetch()
+
+
+def _checked(data: Sequence[Datum]) -> list[Datum]:
+    """The data of a call, if it is any."""
+    if isinstance(data, Datum):
+        raise TypeError("data must be a list of Datum, not a single one")
+    items = list(data)
+    if not items:
+        raise ValueError("data is empty: there is nothing to compute")
+    for index, item in enumerate(items):
+        if not isinstance(item, Datum):
+            raise TypeError(f"data must be a list of Datum; item {index} is a {type(item).__name__}")
+    return items
 
 
 class TrainingClient:
@@ -154,10 +169,8 @@ class TrainingClient:
     def _pass(
         self, data: Sequence[Datum], loss_fn: str, config: LossFnConfig | None, *, forward_only: bool
     ) -> Future[ForwardBackwardOutput]:
-        if not data:
-            raise ValueError("data is empty: there is nothing to compute")
-        data = list(data)
-        return self._outbox.put(lambda: self._submit_pass(data, loss_fn, config, forward_only))
+        items = _checked(data)
+        return self._outbox.put(lambda: self._submit_pass(items, loss_fn, config, forward_only))
 
     async def _submit_pass(
         self, data: list[Datum], loss_fn: str, config: LossFnConfig | None, forward_only: bool
@@ -246,16 +259,14 @@ class TrainingClient:
         Raises:
             ValueError: There is no data, or a datum has no target tokens.
         """
-        originals = list(data)
-        if not originals:
-            raise ValueError("data is empty: there is nothing to compute")
+        originals = _checked(data)
         prepared = losses.forward_data(originals)
 
         async def turn() -> Fetch[ForwardBackwardOutput]:
             fetch_first = await self._submit_pass(prepared, "cross_entropy", None, True)
             first = await fetch_first()
             # The user's code may take its time: it runs in a thread, so that the network loop goes on.
-            weighted, loss, metrics = await asyncio.to_thread(losses.evaluate, loss_fn, originals, first)
+            weighted, loss, metrics = await in_own_thread(losses.evaluate, loss_fn, originals, first)
             fetch_second = await self._submit_pass(weighted, "cross_entropy", None, False)
 
             async def fetch() -> ForwardBackwardOutput:
@@ -448,6 +459,11 @@ class TrainingClient:
         """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""
         data = self.get_info().model_data
         return load_tokenizer(data.tokenizer_id or data.model_name or "", backend=backend)
+
+    async def get_tokenizer_async(self, *, backend: str | None = None) -> Any:
+        """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""
+        data = (await self.get_info_async()).model_data
+        return await asyncio.to_thread(load_tokenizer, data.tokenizer_id or data.model_name or "", backend=backend)
 
     def __repr__(self) -> str:
         return f"TrainingClient({self.model_id!r})"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import time
 import uuid
@@ -14,13 +15,13 @@ from collections.abc import Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urldefrag, urlencode, urljoin, urlsplit
 
 import msgspec
 
 from tinkex import codec
 from tinkex._version import __version__
-from tinkex.config import Config, is_embedded
+from tinkex.config import Config, is_address, is_embedded
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -31,6 +32,7 @@ from tinkex.errors import (
     is_retryable,
 )
 from tinkex.protocol import PREFIX, Operation
+from tinkex.types.sessions import Empty
 
 if TYPE_CHECKING:
     import aiohttp
@@ -40,6 +42,8 @@ logger = logging.getLogger("tinkex")
 OFF_LOOP_BYTES = 64_000
 """Bodies above this are encoded and decoded in a thread, so that the loop stays responsive."""
 CONFLICT_PATIENCE = 2.0
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+MOST_REDIRECTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class HttpExchange:
     async def send(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
     ) -> Reply:
-        """Send over HTTP/1.1."""
+        """Send over HTTP/1.1; a whole address may stand in for the path."""
         import aiohttp
         from yarl import URL
 
@@ -105,7 +109,7 @@ class HttpExchange:
         try:
             async with session.request(
                 method,
-                URL(self._base_url + path, encoded=True),
+                URL(self._base_url + path if path.startswith("/") else path, encoded=True),
                 data=body,
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=5),
@@ -145,7 +149,10 @@ class Transport:
         self.config = config
         self.place = config.base_url if is_embedded(config.base_url) else urlsplit(config.base_url).netloc
         self._exchange = exchange or open_exchange(config)
+        self._home = "http://local" if is_embedded(config.base_url) else config.base_url
+        self._outside: HttpExchange | None = None
         self._closed = False
+        self._pid = os.getpid()
         self._headers = {
             "User-Agent": f"tinkex/{__version__} (python)",
             "Accept": codec.JSON,
@@ -158,6 +165,8 @@ class Transport:
         """Release the connections; whoever still waits for an answer is told."""
         self._closed = True
         await self._exchange.close()
+        if self._outside is not None:
+            await self._outside.close()
 
     async def call(
         self,
@@ -165,6 +174,7 @@ class Transport:
         request: Any = None,
         *,
         path: Mapping[str, str] | None = None,
+        query: Mapping[str, object] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
         patience: float | None = None,
@@ -177,8 +187,9 @@ class Transport:
         """
         body = None if request is None else await _encode(request, compress)
         key = {} if op.method == "GET" else {"X-Idempotency-Key": f"tinkex-{uuid.uuid4()}"}
-        merged = {**self._headers, **(body.headers if body else {}), **key, **(headers or {})}
-        url = PREFIX + "/" + op.path.format_map({k: quote(v, safe=":") for k, v in (path or {}).items()})
+        kind = {} if op.method == "GET" else {"Content-Type": codec.JSON}
+        merged = {**self._headers, **kind, **(body.headers if body else {}), **key, **(headers or {})}
+        url = target(op, path, query)
         limit = self.config.timeout if timeout is None else timeout
 
         async def attempt(number: int) -> Reply:
@@ -186,32 +197,87 @@ class Transport:
             return await self.send(op, url, numbered, body.data if body else None, limit)
 
         reply = await self.persist(op, attempt, self.config.patience if patience is None else patience, final)
+        if op.response is Empty:  # the status has said it all, whatever the body is
+            return Empty()
         return self.decode(op, op.response, reply)
 
     async def send(
         self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | None, timeout: float
     ) -> Reply:
         """One attempt: a reply with a good status, or a typed error."""
-        reply = await self.exchange(op, url, headers, body, timeout)
+        reply, place = await self.exchange(op, url, headers, body, timeout), self.place
+        if op.method == "GET" and reply.status in REDIRECTS:
+            reply, place = await self._follow(op, url, headers, reply, timeout)
         if reply.status >= 300:
-            raise self.refusal(op, reply)
+            raise self.refusal(op, reply, place)
         return reply
+
+    async def once(
+        self,
+        op: Operation,
+        *,
+        path: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> Reply:
+        """One attempt at a request without a body, with all statuses returned: the caller knows what they mean."""
+        limit = self.config.timeout if timeout is None else timeout
+        return await self.exchange(op, target(op, path), {**self._headers, **(headers or {})}, None, limit)
+
+    def address(self, op: Operation, path: Mapping[str, str] | None, reply: Reply) -> str | None:
+        """The whole address that an answer to a request sends on to, if it does."""
+        return _next_address(self._home + target(op, path), reply)
+
+    async def _follow(
+        self, op: Operation, url: str, headers: Mapping[str, str], reply: Reply, timeout: float
+    ) -> tuple[Reply, str]:
+        """Go where a GET is sent on to, some steps at most; the last reply, and who gave it.
+
+        Only what no one minds being seen goes to another origin: the key and extra headers are for this one alone.
+        """
+        address, place = self._home + url, self.place
+        for _ in range(MOST_REDIRECTS):
+            found = _next_address(address, reply)
+            if found is None:
+                break
+            if _origin(found) != _origin(address):
+                headers = {name: headers[name] for name in ("User-Agent", "Accept") if name in headers}
+            address, place = found, urlsplit(found).hostname or ""
+            reply = await self.exchange(op, address, headers, None, timeout)
+        return reply, place
 
     async def exchange(
         self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | None, timeout: float
     ) -> Reply:
         """One attempt: whatever reply comes, or APIConnectionError when none does."""
+        if os.getpid() != self._pid:
+            raise TinkerError(
+                f"{op.name}: this client was made before the process forked",
+                hint="make a new ServiceClient in the child",
+            )
         if self._closed:
             raise TinkerError(f"{op.name}: the client was closed before there was an answer")
+        exchange, place = self._exchange, self.place
+        if not url.startswith("/"):
+            if _origin(url) == _origin(self._home):
+                url = url.removeprefix("http://local") if is_embedded(self.config.base_url) else url
+            else:
+                exchange, place = self._abroad(), urlsplit(url).hostname or ""
         try:
-            return await self._exchange.send(op.method, url, headers, body, timeout)
+            return await exchange.send(op.method, url, headers, body, timeout)
         except TimeoutError as error:
-            raise APITimeoutError(f"{op.name} at {self.place}: {error}") from error
+            raise APITimeoutError(f"{op.name} at {place}: {error}") from error
         except ConnectionError as error:
             raise APIConnectionError(
-                f"{op.name}: cannot reach {self.place}: {error}",
+                f"{op.name}: cannot reach {place}: {error}",
                 hint="check the base URL, and that the server is running",
             ) from error
+
+    def _abroad(self) -> HttpExchange:
+        """The exchange for addresses that the server sends us on to."""
+        if self._outside is None:
+            self._outside = HttpExchange("")
+        return self._outside
 
     async def poll(self, op: Operation, request: Any, headers: Mapping[str, str], timeout: float) -> Reply:
         """One attempt at a long poll, with all statuses returned: the caller knows what they mean."""
@@ -253,16 +319,41 @@ class Transport:
                 body=reply.body[:2000],
             ) from error
 
-    def refusal(self, op: Operation, reply: Reply) -> APIStatusError:
+    def refusal(self, op: Operation, reply: Reply, place: str = "") -> APIStatusError:
         """The error behind a bad status."""
         body = _loads(reply.body)
         detail = body.get("detail", body) if isinstance(body, dict) else body
         return error_for(reply.status)(
-            f"{op.name} at {self.place}: {reply.status}: {detail}",
+            f"{op.name} at {place or self.place}: {reply.status}: {detail}",
             status_code=reply.status,
             retry_after=reply.retry_after,
             body=body,
         )
+
+
+def target(op: Operation, path: Mapping[str, str] | None = None, query: Mapping[str, object] | None = None) -> str:
+    """The path and query of a request; what is None is left out of the query."""
+    url = PREFIX + "/" + op.path.format_map({k: quote(v, safe=":") for k, v in (path or {}).items()})
+    pairs = [(name, str(value)) for name, value in (query or {}).items() if value is not None]
+    return f"{url}?{urlencode(pairs, quote_via=quote, safe='')}" if pairs else url
+
+
+def _next_address(address: str, reply: Reply) -> str | None:
+    """Where the answer from an address sends its reader on to, if it does and the place can be gone to."""
+    if reply.status not in REDIRECTS or "location" not in reply.headers:
+        return None
+    try:
+        found = urldefrag(urljoin(address, reply.headers["location"])).url
+    except ValueError:
+        return None
+    # A signed address must arrive as it was written, but for the characters that no address may have.
+    found = quote(found, safe="!$%&'()*+,/:;=?@[]~")
+    return found if is_address(found) else None
+
+
+def _origin(address: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(address)
+    return parts.scheme, parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def backoff(failures: int, retry_after: float | None = None, first: float = 0.5, most: float = 10.0) -> float:

@@ -6,8 +6,10 @@ Everything goes through the public client, so the same command runs against any 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -240,13 +242,18 @@ def demo(base_url: str | None, model: str, seed: int, quick: bool) -> None:
     problems that no training text contains. Takes about a minute on two CPU cores.
     """
     url = base_url or os.environ.get("TINKER_BASE_URL") or "local"
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # better a question mark than a traceback where there are no such signs
     console = Console()
     began = time.perf_counter()
     with tinkex.ServiceClient(base_url=url) as service:
         with console.status("starting the embedded backend …" if is_embedded(url) else f"connecting to {url} …"):
             run = Demo(service, model, QUICK if quick else Recipe(), console, random.Random(seed))
         place = "inside this process" if is_embedded(url) else f"at {url}"
-        console.print(f"[bold]tinkex {tinkex.__version__}[/]: {model} {place}, ready in {_since(began)}\n")
+        title = f"[bold]tinkex {tinkex.__version__}[/]: {model} {place}, ready in {_since(began)}\n"
+        console.print(title, highlight=False, soft_wrap=True)
         passed = _show(run, service, url, console)
         console.print(f"finished in {_since(began)}")
     if not passed and not quick:
@@ -266,12 +273,12 @@ def _show(run: Demo, service: tinkex.ServiceClient, url: str, console: Console) 
     console.print(f"greedy accuracy on {len(run.held_out)} held-out problems: [bold]{before:.1%}[/]\n")
 
     losses = run.supervise()
-    console.print(plot(losses, label="loss per problem"), highlight=False)
+    _draw(losses, "loss per problem", console)
     middle, _ = run.examine(run.client.save_weights_and_get_sampling_client())
     console.print(f"accuracy after the examples: [bold]{middle:.1%}[/]\n")
 
     rewards = run.reinforce()
-    console.print(plot(rewards, label="mean reward"), highlight=False)
+    _draw(rewards, "mean reward", console)
     saved = run.client.save_weights_for_sampler("demo").result().path
     state = run.client.save_state("demo").result().path
     after, last_answers = run.examine(service.create_sampling_client(model_path=saved))
@@ -281,6 +288,13 @@ def _show(run: Demo, service: tinkex.ServiceClient, url: str, console: Console) 
     console.print(_summary(run, before, middle, after))
     _where(url, state, saved, console)
     return before < middle < after and after > 0.8
+
+
+def _draw(values: list[float], label: str, console: Console) -> None:
+    """A plot as wide as there is room for; a handful of points makes none."""
+    if len(values) >= 5:
+        width = max(10, min(60, console.width - 12))
+        console.print(plot(values, width=width, label=label), highlight=False, no_wrap=True)
 
 
 def _answers(run: Demo, before: list[str], after: list[str]) -> Table:
@@ -300,14 +314,16 @@ def _mark(text: str, a: int, b: int) -> str:
 def _summary(run: Demo, before: float, middle: float, after: float) -> Table:
     table = Table(title="summary", title_justify="left", show_header=False)
     table.add_row("accuracy: base model", f"{before:.1%}")
-    table.add_row("accuracy: after examples (supervised)", f"{middle:.1%}  ({middle - before:+.1%})")
-    table.add_row("accuracy: after rewards (reinforcement)", f"{after:.1%}  ({after - middle:+.1%})")
+    table.add_row("accuracy: after examples (supervised)", f"{middle:.1%}  ({100 * (middle - before):+.1f} points)")
+    table.add_row("accuracy: after rewards (reinforcement)", f"{after:.1%}  ({100 * (after - middle):+.1f} points)")
     table.add_row("training", f"{run.trained.tokens:,} tokens, {run.trained.rate:,.0f} tokens/s")
     table.add_row("sampling", f"{run.sampled.tokens:,} tokens, {run.sampled.rate:,.0f} tokens/s")
     return table
 
 
 def _where(url: str, state: str, saved: str, console: Console) -> None:
-    console.print(f"checkpoint to resume from: {state}\ncheckpoint to sample from: {saved}", soft_wrap=True)
+    paths = f"checkpoint to resume from: {state}\ncheckpoint to sample from: {saved}"
+    console.print(paths, soft_wrap=True, highlight=False)
     if is_embedded(url):
-        console.print(f"their files (PEFT format):  {default_data_dir() / 'checkpoints'}", soft_wrap=True)
+        files = default_data_dir() / "checkpoints"
+        console.print(f"their files (PEFT format):  {files}", soft_wrap=True, highlight=False)

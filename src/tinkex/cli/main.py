@@ -47,11 +47,13 @@ def main() -> None:
     try:
         code = cli.main(standalone_mode=False)
     except click.exceptions.Abort:
+        click.echo("stopped", err=True)
         code = 130
     except click.ClickException as error:
         error.show()
         code = error.exit_code
     except KeyboardInterrupt:
+        click.echo("stopped", err=True)
         code = 130
     except Exception as error:
         if not hasattr(error, "hint"):  # not one of ours: a traceback is worth more than a message

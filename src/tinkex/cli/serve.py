@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -20,7 +21,13 @@ from tinkex.local import DEFAULT_MODEL, default_data_dir, make_engine, publish_t
 
 @click.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, help="Port to listen on; 0 picks a free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port to listen on; 0 picks a free one.",
+)
 @click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
@@ -44,7 +51,13 @@ from tinkex.local import DEFAULT_MODEL, default_data_dir, make_engine, publish_t
     show_default=True,
     help="Put the models' tokenizers into the Hugging Face cache, for clients on this machine.",
 )
-@click.option("--log-level", default="warning", show_default=True, help="debug, info, warning or error.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
+    default="warning",
+    show_default=True,
+    help="How much to log, to stderr.",
+)
 def serve(
     host: str,
     port: int,
@@ -57,7 +70,8 @@ def serve(
     """Serve models on this machine to any Tinker client.
 
     Prints one line with the URL when it is ready. Point a client there with TINKER_BASE_URL; the official client also
-    wants a TINKER_API_KEY that starts with "tml-", and any such key will do while the server is open.
+    wants a TINKER_API_KEY that starts with "tml-", and any such key will do while the server is open. Without a
+    network, give it HF_HUB_OFFLINE=1 as well, or it looks for the tokenizer there first.
     """
     if host not in LOOPBACK and not api_key:
         raise click.UsageError(
@@ -68,7 +82,8 @@ def serve(
     try:
         listener = _listen(host, port)
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        advice = "; --port 0 picks a free one" if error.errno == errno.EADDRINUSE else ""
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}{advice}") from None
     os.environ["TINKEX_HUB_CACHE"] = "1" if hub_cache else "0"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops cleanly, then passes the signal on
     try:
@@ -111,7 +126,9 @@ async def _serve(listener: socket.socket, data_dir: Path, models: dict[str, str]
                 click.echo(f"tinkex serving at {url}  models: {names}  data: {data_dir}  ({access})")
 
     app = create_app(engine, data_dir, api_key=api_key)
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="on")
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="on", timeout_graceful_shutdown=2
+    )
     await Server(config).serve(sockets=[listener])
 
 

@@ -88,6 +88,9 @@ class Engine(Protocol):
     def snapshot(self, adapter: str, sampler: str) -> None:
         """Freeze an adapter's present weights as a sampler."""
 
+    def save_sampler(self, sampler: str, directory: Path) -> None:
+        """Write a snapshot's weights as PEFT files into an existing empty directory."""
+
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
         """Make a sampler of saved weights, or of the bare base model when there is no directory."""
 

@@ -136,6 +136,11 @@ class FakeEngine:
         self._enter("snapshot", adapter)
         self._samplers[sampler] = self._adapter(adapter).weights
 
+    def save_sampler(self, sampler: str, directory: Path) -> None:
+        """Write a snapshot's weights as a small file."""
+        self._enter("save_sampler", sampler)
+        (directory / STATE).write_text(json.dumps({"weights": self._samplers[sampler].tolist()}))
+
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
         """Make a sampler of saved weights, or of the bare base model."""
         self._enter("load_sampler", sampler)

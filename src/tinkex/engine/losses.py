@@ -25,6 +25,9 @@ TARGETS = "target_tokens"
 KNOWN_INPUTS = (TARGETS, "weights", "logprobs", "advantages", "mask")
 """Inputs that any loss accepts; those it has no use for are ignored, because programs send them along."""
 
+MAX_TARGETS = 1024
+"""Most targets of one position."""
+
 MEDIA = {"image": "image", "image_asset_pointer": "image", "dmel": "audio"}
 
 
@@ -132,25 +135,20 @@ def _targets(index: int, datum: Datum, length: int, loss: Loss) -> Array:
     tensor = _present(index, datum, TARGETS)
     if tensor.dtype != "int64":
         raise EngineError(f"datum {index}: {TARGETS!r} must be int64, got {tensor.dtype}")
-    targets = tensor.to_numpy()
-    _check_length(index, TARGETS, targets, length)
-    if targets.ndim > 2 or (targets.ndim == 2 and not loss.several_targets):
-        raise EngineError(
-            f"datum {index}: {TARGETS!r} has shape {list(targets.shape)}; one target per position is needed"
-        )
-    return targets
+    shape = _check_shape(index, TARGETS, tensor, length)
+    if len(shape) > 2 or (len(shape) == 2 and not loss.several_targets):
+        raise EngineError(f"datum {index}: {TARGETS!r} has shape {shape}; one target per position is needed")
+    return tensor.to_numpy()
 
 
 def _input(index: int, datum: Datum, key: str, targets: Array, loss: Loss) -> Array:
     if key in loss.optional and key not in datum.loss_fn_inputs:
         return _filled(datum.loss_fn_inputs[TARGETS], targets, loss.optional[key])
-    values = _present(index, datum, key).to_numpy()
-    _check_length(index, key, values, len(targets))
-    if values.shape != targets.shape:
-        raise EngineError(
-            f"datum {index}: {key!r} has shape {list(values.shape)} but {TARGETS!r} has {list(targets.shape)}"
-        )
-    return values
+    tensor = _present(index, datum, key)
+    shape = _check_shape(index, key, tensor, len(targets))
+    if shape != list(targets.shape):
+        raise EngineError(f"datum {index}: {key!r} has shape {shape} but {TARGETS!r} has {list(targets.shape)}")
+    return tensor.to_numpy()
 
 
 def _filled(tensor: TensorData, targets: Array, value: float) -> Array:
@@ -169,10 +167,15 @@ def _present(index: int, datum: Datum, key: str) -> TensorData:
     return tensor
 
 
-def _check_length(index: int, key: str, values: Array, length: int) -> None:
-    found = values.shape[0] if values.ndim else 1
-    if found != length or not values.ndim:
+def _check_shape(index: int, key: str, tensor: TensorData, length: int) -> list[int]:
+    """The shape of an input, checked before a sparse tensor is spread out: it may claim any."""
+    shape = [tensor.values.size] if tensor.shape is None else tensor.shape
+    found = shape[0] if shape else 1
+    if found != length or not shape:
         raise EngineError(f"datum {index}: {key!r} has length {found} but the model input has length {length}")
+    if len(shape) > 1 and max(shape[1:]) > MAX_TARGETS:
+        raise EngineError(f"datum {index}: {key!r} has shape {shape}; at most {MAX_TARGETS} targets a position")
+    return shape
 
 
 def _check_range(arrays: Sequence[Array], key: str, vocab: int) -> None:
@@ -182,7 +185,8 @@ def _check_range(arrays: Sequence[Array], key: str, vocab: int) -> None:
     for index, array in enumerate(arrays):
         bad = array[(array < 0) | (array >= vocab)]
         if bad.size:
-            raise EngineError(f"datum {index}: {key!r} holds token {bad[0]}, outside the vocabulary of {vocab}")
+            hint = "; to leave a position out, give it weight 0" if key == TARGETS and bad[0] < 0 else ""
+            raise EngineError(f"datum {index}: {key!r} holds token {bad[0]}, outside the vocabulary of {vocab}{hint}")
 
 
 def _check_finite(arrays: Sequence[Array], key: str) -> None:

@@ -42,8 +42,11 @@ def check(params: AdamParams) -> None:
 
 
 def adamw(state: AdamState, grad: torch.Tensor, params: AdamParams) -> tuple[AdamState, float]:
-    """One step; returns the next state and the norm of the gradient before clipping."""
-    norm = float(torch.linalg.vector_norm(grad))
+    """One step; returns the next state and the norm of the gradient before clipping.
+
+    A gradient so large that its squares overflow is refused, with the state as it was.
+    """
+    norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
     if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
         grad = grad * (params.grad_clip_norm / norm)
     step = state.step + 1
@@ -53,4 +56,6 @@ def adamw(state: AdamState, grad: torch.Tensor, params: AdamParams) -> tuple[Ada
     denominator = exp_avg_sq.sqrt().div_(math.sqrt(correction2)).add_(params.eps)
     weights = state.weights * (1 - params.learning_rate * params.weight_decay)
     weights.addcdiv_(exp_avg, denominator, value=-params.learning_rate / correction1)
+    if not bool(torch.isfinite(weights.sum() + exp_avg_sq.sum())):
+        raise EngineError(f"the step overflows: the gradient's norm is {norm:.3g}; scale the loss or clip the gradient")
     return AdamState(weights, exp_avg, exp_avg_sq, step), norm

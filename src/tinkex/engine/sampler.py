@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 MAX_RUNNING = 16
 MAX_SAMPLES = 1024
+MAX_TOPK = 1024
+GREEDY_BELOW = 1e-30
+"""Temperatures under this are taken for 0: float32 has no room for the quotient."""
 MARGIN = 8
 ALTERNATIVES = 1 << 32
 """Alternative tokens of prompts draw from streams beyond those of any sample."""
@@ -80,7 +83,7 @@ def _mix(x: Array) -> Array:
 
 def choose(logits_BV: torch.Tensor, uniforms_B: Array, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """A token for each row, and the log-probabilities `[B, V]` they are reported from."""
-    if params.temperature == 0:
+    if params.temperature < GREEDY_BELOW:
         return logits_BV.argmax(-1), log_softmax(logits_BV)
     # The largest logit is subtracted first, so that no temperature is too small to divide by.
     shifted_BV = logits_BV.float() - logits_BV.amax(-1, keepdim=True)
@@ -118,7 +121,10 @@ class StopRule:
 
     def __init__(self, source: Source, stop: str | Sequence[str | int] | None, rows: int) -> None:
         items = [stop] if isinstance(stop, str) else sorted(source.eos_tokens) if stop is None else list(stop)
-        self._tokens = np.array([item for item in items if not isinstance(item, str)], dtype=np.int64)
+        ids = [item for item in items if not isinstance(item, str)]
+        if any(not 0 <= item < source.model.config.vocab for item in ids):
+            raise EngineError(f"stop holds a token outside the vocabulary of {source.model.config.vocab}")
+        self._tokens = np.array(ids, dtype=np.int64)
         self._strings = [item for item in items if isinstance(item, str)]
         if "" in self._strings:
             raise EngineError("a stop string must not be empty")
@@ -416,8 +422,9 @@ def _check(request: SampleRequest, prompt: Array, vocab: int) -> None:
     if prompt.max() >= vocab:
         raise EngineError(f"prompt: token {prompt.max()} is outside the vocabulary of {vocab}")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-        if not 0 <= getattr(request, name) <= vocab:
-            raise EngineError(f"{name} must be between 0 and the vocabulary size {vocab}, got {getattr(request, name)}")
+        most = min(vocab, MAX_TOPK)
+        if not 0 <= getattr(request, name) <= most:
+            raise EngineError(f"{name} must be between 0 and {most}, got {getattr(request, name)}")
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and (last_n < 1 or not (request.prompt_logprobs or request.topk_prompt_logprobs)):
         raise EngineError("prompt_logprobs_last_n must be at least 1 and needs prompt_logprobs")

@@ -12,6 +12,7 @@ from tinkex.engine import BaseModel, EngineError, SampleDone
 from tinkex.engine.decoder import BARE, Decoder, DecoderConfig, Lora
 from tinkex.engine.lora import Layout
 from tinkex.engine.openmp import calm_openmp
+from tinkex.engine.optim import AdamState
 from tinkex.engine.sampler import Job, Sampler, Source
 from tinkex.engine.trainer import Adapter, run_pass
 from tinkex.engine.weights import (
@@ -101,6 +102,7 @@ class TorchEngine:
         self._micro_batch_tokens = micro_batch_tokens
         self._adapters: dict[str, Adapter] = {}
         self._samplers: dict[str, Source] = {}
+        self._frozen: dict[str, tuple[str, Layout, AdamState]] = {}
         self._sampler = Sampler()
         if eager:
             for base in self._bases.values():
@@ -158,6 +160,13 @@ class TorchEngine:
         """Freeze an adapter's present weights as a sampler."""
         frozen = self._adapter(adapter)
         self._samplers[sampler] = self._base(frozen.base_model).source(Lora(frozen.factors()))
+        self._frozen[sampler] = (frozen.base_model, frozen.layout, frozen.state)
+
+    def save_sampler(self, sampler: str, directory: Path) -> None:
+        """Write a snapshot's weights as PEFT files into an existing empty directory."""
+        if sampler not in self._frozen:
+            raise EngineError(f"there is no snapshot {sampler!r}")
+        save_adapter(directory, *self._frozen[sampler], optimizer=False)
 
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
         """Make a sampler of saved weights, or of the bare base model when there is no directory."""
@@ -172,6 +181,7 @@ class TorchEngine:
     def drop_sampler(self, sampler: str) -> None:
         """Forget a sampler; jobs that are under way hold its weights until they end."""
         self._samplers.pop(sampler, None)
+        self._frozen.pop(sampler, None)
 
     def sample_start(self, job: str, sampler: str, request: SampleRequest, seed: int) -> None:
         """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided."""

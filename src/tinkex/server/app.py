@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -16,11 +17,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinkex import codec
+from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
-from tinkex.server.handlers import HANDLERS, Call, Limits, Refusal, State, digest_of, spend_number
+from tinkex.server.handlers import CARRY_ON, HANDLERS, Call, Limits, Refusal, State, digest_of, spend_number
 from tinkex.types.record import to_json
-from tinkex.types.sessions import FutureRetrieveRequest, RequestFailedResponse
+from tinkex.types.sessions import FutureRetrieveRequest, RequestErrorCategory, RequestFailedResponse
 
 logger = logging.getLogger("tinkex.server")
 
@@ -47,6 +49,7 @@ def create_app(
     routes = [
         Route(f"{PREFIX}/{op.path}", _endpoint(op, state, api_key), methods=[op.method], name=op.name)
         for op in OPERATIONS
+        if op is RETRIEVE_FUTURE or op.name in HANDLERS  # what this server cannot do is not there, and 404 says so
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route})
 
@@ -83,12 +86,21 @@ def _endpoint(op: Operation, state: State, api_key: str | None) -> Callable[[Req
 
 def _authorize(request: Request, api_key: str | None) -> None:
     if api_key is None:
+        # An open server is for programs of this machine: a web page that found it must not drive it.
+        for name in ("host", "origin"):
+            if not _is_here(request.headers.get(name)):
+                raise Refusal(403, f"this server is open to this machine only; {name} is {request.headers[name]!r}")
         return
     given = request.headers.get("x-api-key")
     if not given:
         raise Refusal(401, "this server needs an API key: send it as X-API-Key (TINKER_API_KEY in clients)")
     if not hmac.compare_digest(given.encode(), api_key.encode()):
-        raise Refusal(403, "this API key is not known here")
+        raise Refusal(403, "this API key is not known here: TINKER_API_KEY must be the server's TINKEX_SERVER_API_KEY")
+
+
+def _is_here(place: str | None) -> bool:
+    """Whether a Host or Origin header is absent or names this machine."""
+    return place is None or urlsplit(place if "//" in place else f"//{place}").hostname in LOOPBACK
 
 
 async def _read(op: Operation, request: Request, state: State) -> Call:
@@ -153,6 +165,8 @@ async def retrieve_future(op: Operation, state: State, request: Request, call: C
     if promise is None:
         if state.promises.is_gone(wanted.request_id):
             raise Refusal(410, f"the result of request {wanted.request_id!r} has expired")
+        if await asyncio.to_thread(state.was_known, wanted.request_id):
+            raise Refusal(410, f"request {wanted.request_id!r} was lost when the server was restarted; {CARRY_ON}")
         raise Refusal(404, f"there is no request {wanted.request_id!r}")
     try:
         async with asyncio.timeout(state.limits.poll_seconds):
@@ -160,7 +174,14 @@ async def retrieve_future(op: Operation, state: State, request: Request, call: C
     except TimeoutError:
         return Response(to_json({"queue_state": "active"}), status_code=408, media_type=codec.JSON)
     promise.touch()
-    body = await _encode(promise.result, codec.PROTOBUF in request.headers.get("accept", ""))
+    try:
+        body = await _encode(promise.result, codec.PROTOBUF in request.headers.get("accept", ""))
+    except ValueError as error:  # in band as well: a client would repeat a poll that gets a 500 for ever
+        logger.exception("the result of %s cannot be encoded", promise.request_id)
+        failure = RequestFailedResponse(
+            error=f"internal error: the result cannot be sent: {error}", category=RequestErrorCategory.Server
+        )
+        body = codec.encode(failure, as_protobuf=False)
     return Response(body.data, media_type=body.content_type)
 
 

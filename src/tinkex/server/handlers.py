@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -37,6 +38,7 @@ from tinkex.types.checkpoints import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from tinkex.types.record import to_json
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -75,6 +77,8 @@ from tinkex.types.training import (
     UntypedAPIFuture,
 )
 
+logger = logging.getLogger("tinkex.server")
+
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 DEFAULT_RANK = 32
 CARRY_ON = "carry on from a saved state with create_training_client_from_state_with_optimizer"
@@ -96,10 +100,11 @@ class Limits:
 
     poll_seconds: float = 25.0
     gap_seconds: float = 60.0
-    session_seconds: float = 3600.0
+    session_seconds: float = 1800.0
     body_bytes: int = 1 << 30
     samples: int = 1024
     samplers: int = 64
+    snapshots: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,8 @@ class Queued:
 
     promise: Promise
     work: Callable[[], Any]
+    after: Callable[[Any], Any] | None = None
+    """What is to be done with the work's result, on the event loop."""
 
 
 @dataclass(slots=True)
@@ -116,6 +123,7 @@ class LiveRun:
 
     run: Run
     lane: Lane[Queued] = field(default_factory=lambda: Lane[Queued]())
+    gap: int | None = None
     gap_timer: asyncio.TimerHandle | None = None
 
 
@@ -132,6 +140,7 @@ class State:
     """Everything a running server knows; made by `create_app`, started and stopped by its lifespan."""
 
     def __init__(self, engine: Engine, data_dir: Path, limits: Limits) -> None:
+        data_dir = data_dir.expanduser().resolve()
         self.engine = engine
         self.data_dir = data_dir
         self.limits = limits
@@ -139,7 +148,8 @@ class State:
         self.promises = Promises()
         self.runs: dict[str, LiveRun] = {}
         self.heard: dict[str, float] = {}
-        self.snapshots: set[str] = set()
+        self.snapshots: dict[str, Path | None] = {}
+        """Nameless samplers, and where their weights are once they had to make room in memory."""
         self.loading: dict[str, asyncio.Future[None]] = {}
         data_dir.mkdir(parents=True, exist_ok=True)
         self.checkpoint_dir = data_dir / "checkpoints"
@@ -161,29 +171,64 @@ class State:
             if live.gap_timer is not None:
                 live.gap_timer.cancel()
             self.worker.run(self.engine.drop, model_id)
+        self.worker.cancel_samples(f"{session_id}:")
         for sampler in [name for name in self.snapshots if name.startswith(f"{session_id}:")]:
-            self.snapshots.discard(sampler)
-            self.worker.run(self.engine.drop_sampler, sampler)
+            self.worker.run(self._forget_snapshot, sampler, self.snapshots.pop(sampler))
+            self.loading.pop(sampler, None)
         self.promises.forget_session(session_id)
+
+    def was_known(self, request_id: str) -> bool:
+        """Whether a request that is not known belongs to a run or sampler of an earlier life of the server."""
+        owner = request_id.rpartition(":")[0]
+        return owner not in self.runs and (self.store.run(owner) is not None or self.store.sampler(owner) is not None)
+
+    def keep_snapshot(self, session_id: str, sampler: str) -> None:
+        """Take a nameless sampler in; the oldest beyond what memory is to hold are put on disk."""
+        if session_id not in self.heard:
+            self.worker.run(self.engine.drop_sampler, sampler)
+            raise EngineError("the session has ended")
+        self.snapshots[sampler] = None
+        in_memory = [name for name, directory in self.snapshots.items() if directory is None]
+        for name in in_memory[: -self.limits.snapshots]:
+            directory = self.data_dir / "snapshots" / name.replace(":", "_")
+            self.snapshots[name] = directory  # whoever asks from now on is queued behind the saving
+            self.worker.run(self._spill_snapshot, name, directory)
+
+    def _spill_snapshot(self, sampler: str, directory: Path) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        self.engine.save_sampler(sampler, directory)
+        self.engine.drop_sampler(sampler)
+
+    def _forget_snapshot(self, sampler: str, directory: Path | None) -> None:
+        self.engine.drop_sampler(sampler)
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
 
     async def tend(self) -> None:
         """Until cancelled: forget results whose time is over, and sessions that fell silent."""
         while True:
             await asyncio.sleep(15)
-            self.promises.sweep()
-            silent = time.monotonic() - self.limits.session_seconds
-            for session_id in [s for s, heard in self.heard.items() if heard < silent]:
-                await asyncio.to_thread(self.store.finish_session, session_id, "expired", "no heartbeat")
-                self.end_session(session_id)
+            try:
+                await self._sweep()
+            except Exception:
+                logger.exception("tidying up failed; it is tried again")
+
+    async def _sweep(self) -> None:
+        self.promises.sweep()
+        silent = time.monotonic() - self.limits.session_seconds
+        for session_id in [s for s, heard in self.heard.items() if heard < silent]:
+            await asyncio.to_thread(self.store.finish_session, session_id, "expired", "no heartbeat")
+            self.end_session(session_id)
 
 
 # ── sessions and configuration ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def client_config(state: State, call: Call) -> ClientConfigResponse:
-    """How clients should behave: chunks may be larger than the hosted service wants them."""
+    """How clients should behave: a call is one request, so that bad data in it leaves no half of its gradient."""
     assert isinstance(call.request, ClientConfigRequest)
-    return ClientConfigResponse(fwdbwd_max_chunk_bytes_count=20_000_000)
+    return ClientConfigResponse(fwdbwd_max_chunk_len=1_000_000, fwdbwd_max_chunk_bytes_count=256_000_000)
 
 
 async def client_dynamic_config(state: State, call: Call) -> ClientDynamicConfigResponse:
@@ -265,11 +310,20 @@ async def create_model(state: State, call: Call) -> UntypedAPIFuture:
     model_id = f"{request.session_id}:train:{request.model_seq_id}"
     lora = request.lora_config or LoraConfig(rank=DEFAULT_RANK)
 
-    def work() -> CreateModelResponse:
-        new_run(state, model_id, request.session_id, request.base_model, lora, request)
+    async def creating() -> CreateModelResponse:
+        run = await state.worker.run(new_run, state, model_id, request.session_id, request.base_model, lora, request)
+        enter(state, run)
         return CreateModelResponse(model_id=model_id)
 
-    return promise_once(state, f"{model_id}:0", request.session_id, call, lambda: state.worker.run(work), model_id)
+    return promise_once(state, f"{model_id}:0", request.session_id, call, creating, model_id)
+
+
+def enter(state: State, run: Run) -> None:
+    """Take a run in whose adapter has been made; on the event loop, as all changes of what is live."""
+    if run.session_id not in state.heard:
+        state.worker.run(state.engine.drop, run.model_id)
+        raise EngineError("the session has ended")
+    state.runs[run.model_id] = LiveRun(run)
 
 
 def new_run(
@@ -279,7 +333,7 @@ def new_run(
     base_model: str,
     lora: LoraConfig,
     request: CreateModelRequest | LoadWeightsRequest,
-) -> None:
+) -> Run:
     """Make an adapter and put its run on record; on the worker."""
     optimizer = request.optimizer_config.to_wire() if request.optimizer_config else {"type": "adamw"}
     if optimizer["type"] != "adamw":
@@ -290,7 +344,7 @@ def new_run(
     state.engine.create(model_id, base_model, lora)
     run = Run(model_id, session_id, base_model, lora, optimizer, request.user_metadata or {})
     state.store.add_run(run)
-    state.runs[model_id] = LiveRun(run)
+    return run
 
 
 def promise_once(
@@ -323,7 +377,12 @@ async def live_run(state: State, model_id: str) -> LiveRun:
 
 
 async def enqueue(
-    state: State, call: Call, model_id: str, seq_id: int | None, work: Callable[[], Any]
+    state: State,
+    call: Call,
+    model_id: str,
+    seq_id: int | None,
+    work: Callable[[], Any],
+    after: Callable[[Any], Any] | None = None,
 ) -> UntypedAPIFuture:
     """Put an operation into its run's lane; a repeated number gives the original receipt."""
     live = await live_run(state, model_id)
@@ -339,12 +398,12 @@ async def enqueue(
         return UntypedAPIFuture(request_id=receipt, model_id=model_id)
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
     try:
-        released = live.lane.offer(number, Queued(promise, work))
+        released = live.lane.offer(number, Queued(promise, work, after))
     except ValueError:
         promise.fail(f"request number {number} of this run has passed; the next one is {live.lane.next}")
         released = []
     for queued in released:
-        state.promises.follow(queued.promise, state.worker.run(queued.work))
+        state.promises.follow(queued.promise, _execute(state.worker.run(queued.work), queued.after))
     _watch_gap(state, live)
     return UntypedAPIFuture(request_id=request_id, model_id=model_id)
 
@@ -370,9 +429,17 @@ def failed_receipt(state: State, request_id: str, session_id: str, call: Call) -
     return failed_id
 
 
+async def _execute(running: asyncio.Future[Any], after: Callable[[Any], Any] | None) -> Any:
+    result = await running
+    return after(result) if after else result
+
+
 def _watch_gap(state: State, live: LiveRun) -> None:
-    """Start, or stop, the clock of a missing number."""
+    """Start, or stop, the clock of a missing number; others that arrive meanwhile do not set it back."""
     missing = live.lane.missing
+    if missing == live.gap:
+        return
+    live.gap = missing
     if live.gap_timer is not None:
         live.gap_timer.cancel()
         live.gap_timer = None
@@ -382,6 +449,7 @@ def _watch_gap(state: State, live: LiveRun) -> None:
 
 
 def _close_gap(live: LiveRun, missing: int) -> None:
+    live.gap = live.gap_timer = None
     abandoned = live.lane.give_up()
     for queued in abandoned:
         queued.promise.fail(
@@ -493,6 +561,7 @@ def save_checkpoint(
             tinker_path=path,
             model_id=run.model_id,
             directory=target,
+            created=time.time(),
             base_model=run.base_model,
             lora=run.lora,
             optimizer=run.optimizer,
@@ -558,15 +627,21 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
             raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
         state.engine.snapshot(run.model_id, sampler_id)
-        state.snapshots.add(sampler_id)
         state.store.add_sampler(Sampler(sampler_id, run.session_id, run.base_model, None, is_snapshot=True))
         return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id, type="save_weights_for_sampler")
 
-    return await enqueue(state, call, request.model_id, request.seq_id, work)
+    def after(saved: SaveWeightsForSamplerResponseInternal) -> SaveWeightsForSamplerResponseInternal:
+        if saved.sampling_session_id is not None:
+            state.keep_snapshot(run.session_id, saved.sampling_session_id)
+        return saved
+
+    # The official client counts sampling_session_seq_id up when it retries: it does not make another request of it.
+    call.digest = digest_of("", to_json(request.model_copy(update={"sampling_session_seq_id": None})))
+    return await enqueue(state, call, request.model_id, request.seq_id, work, after)
 
 
-def find_checkpoint(state: State, path: str, kind: str) -> SavedCheckpoint:
-    """A checkpoint of the kind an operation needs; each mistake gets its own message."""
+def find_checkpoint(state: State, path: str, kind: str, base_model: str | None = None) -> SavedCheckpoint:
+    """A checkpoint of the kind (and the base model) an operation needs; each mistake gets its own message."""
     try:
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
     except ValueError as error:
@@ -579,6 +654,8 @@ def find_checkpoint(state: State, path: str, kind: str) -> SavedCheckpoint:
     saved = state.store.checkpoint(path)
     if saved is None:
         raise EngineError(f"there is no checkpoint {path}; it was never saved, or has been deleted or expired")
+    if base_model is not None and saved.base_model != base_model:
+        raise EngineError(f"checkpoint {path} is of base model {saved.base_model!r}, this is {base_model!r}")
     return saved
 
 
@@ -589,8 +666,10 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
         return await _create_by_loading(state, call, request)
     model_id = request.model_id
 
+    base_model = (await live_run(state, model_id)).run.base_model
+
     def work() -> LoadWeightsResponse:
-        saved = find_checkpoint(state, request.path, "weights")
+        saved = find_checkpoint(state, request.path, "weights", base_model)
         state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
         return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
 
@@ -603,18 +682,21 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
     await require_session(state, request.session_id)
     session_id, model_id = request.session_id, f"{request.session_id}:train:{request.model_seq_id}"
 
-    def work() -> LoadWeightsResponse:
-        saved = find_checkpoint(state, request.path, "weights")
-        new_run(state, model_id, session_id, request.base_model or saved.base_model, saved.lora, request)
+    def work() -> Run:
+        saved = find_checkpoint(state, request.path, "weights", request.base_model)
+        run = new_run(state, model_id, session_id, saved.base_model, saved.lora, request)
         try:
             state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
         except BaseException:  # a run that is not what was asked for must not be trained by mistake
-            state.runs.pop(model_id, None)
             state.engine.drop(model_id)
             raise
+        return run
+
+    async def creating() -> LoadWeightsResponse:
+        enter(state, await state.worker.run(work))
         return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
 
-    return promise_once(state, f"{model_id}:0", session_id, call, lambda: state.worker.run(work), model_id)
+    return promise_once(state, f"{model_id}:0", session_id, call, creating, model_id)
 
 
 async def weights_info(state: State, call: Call) -> WeightsInfoResponse:
@@ -687,18 +769,12 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
     if known is not None and known.digest != call.digest:
         request_id = failed_receipt(state, request_id, sampler.session_id, call)
     elif known is None:
-        engine_name, loading = await load_sampler(state, sampler)
-        seed = request.sampling_params.seed
-        drawn = secrets.randbits(63) if seed is None else seed
-
-        async def drawing() -> SampleResponse:
-            if loading is not None:
-                await loading
-            return await state.worker.sample(request_id, engine_name, request, drawn)
-
+        source = await find_source(state, sampler)
         if state.promises.get(request_id) is None:  # the same request may have come twice while weights were sought
+            seed = request.sampling_params.seed
+            drawn = secrets.randbits(63) if seed is None else seed
             promise = state.promises.add(request_id, call.digest, sampler.session_id)
-            state.promises.follow(promise, drawing())
+            state.promises.follow(promise, draw(state, request_id, source, request, drawn))
     return UntypedAPIFuture(
         request_id=request_id,
         sample_sequence_ids=[f"{request_id}:{index}" for index in range(request.num_samples)],
@@ -718,32 +794,62 @@ async def _sampler_of(state: State, request: SampleRequest) -> Sampler:
     return sampler
 
 
-async def load_sampler(state: State, sampler: Sampler) -> tuple[str, asyncio.Future[None] | None]:
-    """The engine's name for a sampler, and its loading if that is still under way; a failed one is tried anew."""
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where a sampler's weights are: the engine's name for them, and the files they can be loaded from."""
+
+    name: str
+    base_model: str
+    directory: Path | None = None
+    is_loadable: bool = True
+
+
+async def find_source(state: State, sampler: Sampler) -> WeightSource:
+    """The weights behind a sampler, as they are now; refuses what is no longer there."""
     if sampler.is_snapshot:
         if sampler.sampler_id not in state.snapshots:
             raise Refusal(
                 410, f"the weights of sampler {sampler.sampler_id!r} went with their session; save them again"
             )
-        return sampler.sampler_id, None
-    name = sampler.model_path or f"base/{sampler.base_model}"
-    if name not in state.loading:
-        directory = None
-        if sampler.model_path is not None:
-            saved = await asyncio.to_thread(state.store.checkpoint, sampler.model_path)
-            if saved is None:
-                raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
-            directory = saved.directory
-        if name not in state.loading:
-            loading = state.worker.run(state.engine.load_sampler, name, sampler.base_model, directory)
-            loading.add_done_callback(lambda done: state.loading.pop(name, None) if done.exception() else None)
-            state.loading[name] = loading
-    state.loading[name] = state.loading.pop(name)  # the last used comes last
-    if len(state.loading) > state.limits.samplers:
+        directory = state.snapshots[sampler.sampler_id]
+        return WeightSource(sampler.sampler_id, sampler.base_model, directory, is_loadable=directory is not None)
+    if sampler.model_path is None:
+        return WeightSource(f"base/{sampler.base_model}", sampler.base_model)
+    saved = await asyncio.to_thread(state.store.checkpoint, sampler.model_path)
+    if saved is None:
+        raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
+    # The time belongs to the name: a path may be saved again once its first checkpoint has expired.
+    return WeightSource(f"{saved.tinker_path}@{saved.created}", saved.base_model, saved.directory)
+
+
+async def draw(
+    state: State, request_id: str, source: WeightSource, request: SampleRequest, seed: int
+) -> SampleResponse:
+    """Queue the loading of weights that are not there yet, then the sample, without a pause between the two.
+
+    The worker keeps that order, and a job holds its weights: they cannot be dropped before it has them.
+    """
+    loading = load(state, source) if source.is_loadable else None
+    try:
+        return await state.worker.sample(request_id, source.name, request, seed)
+    except EngineError:
+        if loading is not None and loading.done() and (error := loading.exception()) is not None:
+            raise error from None
+        raise
+
+
+def load(state: State, source: WeightSource) -> asyncio.Future[None]:
+    """Load weights unless they are there or on their way; the longest unused make room. A failure is not kept."""
+    loading = state.loading.pop(source.name, None)
+    if loading is None:
+        loading = state.worker.run(state.engine.load_sampler, source.name, source.base_model, source.directory)
+        loading.add_done_callback(lambda done: state.loading.pop(source.name, None) if done.exception() else None)
+    state.loading[source.name] = loading  # the last used comes last
+    while len(state.loading) > state.limits.samplers:
         oldest = next(iter(state.loading))
         del state.loading[oldest]
-        state.worker.run(state.engine.drop_sampler, oldest)  # its unfinished jobs keep the weights they hold
-    return name, state.loading[name]
+        state.worker.run(state.engine.drop_sampler, oldest)
+    return loading
 
 
 Handler: TypeAlias = Callable[[State, Call], Awaitable[Any]]

@@ -52,10 +52,12 @@ def publish_tokenizer(name: str, directory: Path) -> Path | None:
     try:
         if not snapshot.exists():
             _fill(snapshot, files)
-        (repository / MARK).touch()
+        ours = {*_lines(repository / MARK), revision}
+        _write(repository / MARK, "\n".join(sorted(ours)))
         refs = repository / "refs"
         refs.mkdir(parents=True, exist_ok=True)
-        _write(refs / "main", revision)
+        if all(line in ours for line in _lines(refs / "main")):  # a real download has come since: leave it alone
+            _write(refs / "main", revision)
     except OSError as error:
         logger.warning("the tokenizer of %s could not be put into the hub cache: %s", name, error)
         return None
@@ -75,6 +77,10 @@ def _fill(snapshot: Path, files: list[Path]) -> None:
         except OSError:
             if not snapshot.exists():  # someone else was quicker: fine
                 raise
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().split() if path.is_file() else []
 
 
 def _write(path: Path, text: str) -> None:

@@ -7,10 +7,14 @@ has. The worker takes what the lanes release in turn with steps of sampling, so 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import logging
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -20,6 +24,9 @@ from tinkex.types.sampling import SampleRequest, SampleResponse
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex.server")
+
+EXIT_SECONDS = 60.0
+"""How long the end of a program waits for the engine."""
 
 
 class Lane(Generic[T]):
@@ -67,6 +74,13 @@ class Lane(Generic[T]):
         return abandoned
 
 
+def _end(worker: weakref.ref[Worker], thread: threading.Thread, pid: int) -> None:
+    """Let the engine finish what it is at, when the program ends."""
+    if (living := worker()) is not None and thread.is_alive() and os.getpid() == pid:
+        living.interrupt()
+        thread.join(EXIT_SECONDS)
+
+
 @dataclass(slots=True)
 class _Task:
     function: Callable[..., Any]
@@ -91,14 +105,21 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="tinkex-engine", daemon=True)
         self._thread.start()
+        # A program must not end while the engine computes: the interpreter would be torn down under it.
+        register = getattr(threading, "_register_atexit", atexit.register)
+        register(functools.partial(_end, weakref.ref(self), self._thread, os.getpid()))
 
     async def stop(self) -> None:
-        """Finish what was given and end the thread; unfinished samples fail."""
+        """Finish what has begun and end the thread; the rest fails."""
         if self._thread is not None:
             self._thread = None
-            self._stopping = True
-            self._tasks.put(None)
+            self.interrupt()
             await self._ended.wait()
+
+    def interrupt(self) -> None:
+        """Ask the thread to end after what it is at."""
+        self._stopping = True
+        self._tasks.put(None)
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Queue a function for the worker; the future is resolved on the event loop."""
@@ -114,6 +135,15 @@ class Worker:
         admitted = self.run(self._admit, job, sampler, request, seed, done)
         admitted.add_done_callback(lambda future: _pass_failure(future, done))
         return done
+
+    def cancel_samples(self, prefix: str) -> None:
+        """Drop the jobs whose names begin so, started or not; they fail."""
+        self.run(self._cancel, prefix)
+
+    def _cancel(self, prefix: str) -> None:
+        for job in [job for job in self._samples if job.startswith(prefix)]:
+            self.engine.sample_cancel(job)
+            self._resolve(self._samples.pop(job), EngineError("the session has ended"))
 
     def _admit(
         self,
@@ -142,6 +172,9 @@ class Worker:
         self._post(self._ended.set)
 
     def _execute(self, task: _Task) -> None:
+        if self._stopping:
+            self._resolve(task.future, EngineError("the server was stopped", "server"))
+            return
         try:
             outcome = task.function(*task.args)
         except Exception as error:

@@ -69,6 +69,7 @@ class SavedCheckpoint:
     tinker_path: str
     model_id: str
     directory: Path
+    created: float
     base_model: str
     lora: LoraConfig
     optimizer: dict[str, Any]
@@ -81,6 +82,7 @@ class Store:
     """The database of one data directory."""
 
     def __init__(self, path: Path) -> None:
+        self._root = path.parent  # checkpoints are recorded relative to it, so that the directory can be moved
         self._lock = threading.Lock()
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
         self._db.row_factory = sqlite3.Row
@@ -215,12 +217,12 @@ class Store:
             {
                 "tinker_path": saved.tinker_path,
                 "model_id": saved.model_id,
-                "directory": str(saved.directory),
+                "directory": saved.directory.relative_to(self._root).as_posix(),
                 "base_model": saved.base_model,
                 "lora": saved.lora.model_dump_json(),
                 "optimizer": json.dumps(saved.optimizer),
                 "size_bytes": saved.size_bytes,
-                "created": time.time(),
+                "created": saved.created,
                 "expires": saved.expires,
                 "user_metadata": json.dumps(saved.user_metadata),
             },
@@ -239,7 +241,8 @@ class Store:
         return SavedCheckpoint(
             tinker_path=row["tinker_path"],
             model_id=row["model_id"],
-            directory=Path(row["directory"]),
+            directory=self._root / row["directory"],
+            created=row["created"],
             base_model=row["base_model"],
             lora=LoraConfig.model_validate_json(row["lora"]),
             optimizer=json.loads(row["optimizer"]),

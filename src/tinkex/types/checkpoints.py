@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, TypeAlias
+import datetime as dt
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+from urllib.parse import quote
 
 import msgspec
 
+from tinkex.types.forms import Stamped
 from tinkex.types.record import Record
 from tinkex.types.training import AdamOptimizerConfig, OptimizerConfigBase
 
@@ -16,6 +19,13 @@ KINDS: dict[str, CheckpointType] = {
     "external_weights": "external",
 }
 SCHEME = "tinker://"
+CONSOLE = "https://tinker.thinkingmachines.ai"
+
+
+def console_url(path: str) -> str:
+    """The page of a checkpoint in the hosted service's console."""
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
+    return f"{CONSOLE}/checkpoints/{quote(parsed.training_run_id, safe='')}/{quote(parsed.checkpoint_id, safe='')}"
 
 
 class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
@@ -66,6 +76,10 @@ class SaveWeightsResponse(Record, frozen=True, kw_only=True):
     path: str
     type: Literal["save_weights"] | None = None
 
+    def get_console_url(self) -> str:
+        """The checkpoint's page in the hosted service's console."""
+        return console_url(self.path)
+
 
 class SaveWeightsForSamplerRequest(Record, frozen=True, kw_only=True):
     """Save weights to sample from: under a name, or nameless straight into a sampler."""
@@ -84,6 +98,14 @@ class SaveWeightsForSamplerResponse(Record, frozen=True, kw_only=True):
 
     path: str
     type: Literal["save_weights_for_sampler"] | None = None
+
+    def get_console_url(self) -> str:
+        """The checkpoint's page in the hosted service's console."""
+        return console_url(self.path)
+
+    def get_playground_url(self) -> str:
+        """Where the checkpoint can be talked to in the hosted service's console."""
+        return f"{CONSOLE}/playground?mode=checkpoint&checkpoint={quote(self.path, safe='')}"
 
 
 class SaveWeightsForSamplerResponseInternal(Record, frozen=True, kw_only=True):
@@ -134,3 +156,123 @@ class WeightsInfoResponse(Record, frozen=True, kw_only=True):
     train_mlp: bool | None = None
     train_attn: bool | None = None
     optimizer_config: OptimizerConfigBase = msgspec.field(default_factory=AdamOptimizerConfig)
+
+
+class SaveWeightsExternalRequest(Record, frozen=True, kw_only=True):
+    """Save weights as files to download; readable by the recipients alone when there are any."""
+
+    model_id: str
+    path: str
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class SaveWeightsExternalResponse(Record, frozen=True, kw_only=True):
+    """Where the exported checkpoint lies."""
+
+    path: str
+    type: Literal["save_weights_external"] | None = None
+
+
+class SaveWeightsExternalResponseInternal(Record, frozen=True, kw_only=True):
+    """Where the exported checkpoint lies, and how large it is."""
+
+    path: str | None = None
+    size_bytes: int | None = None
+    type: Literal["save_weights_external"] | None = None
+
+
+class ExternalWeightsUrlsResponse(Stamped, frozen=True, kw_only=True):
+    """Signed addresses of an exported checkpoint's files, good until they expire."""
+
+    urls: dict[str, str]
+    expires: dt.datetime
+
+
+class CheckpointArchiveUrlResponse(Stamped, frozen=True, kw_only=True):
+    """The signed address of a checkpoint packed into one file, good until it expires."""
+
+    url: str
+    expires: dt.datetime
+
+
+class CopyWeightsRequest(Record, frozen=True, kw_only=True):
+    """Copy a checkpoint into a project."""
+
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    destination_project_id: str | None = None
+    source_path: str
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
+class CopyWeightsResponse(Record, frozen=True, kw_only=True):
+    """Where the copy lies."""
+
+    tinker_path: str
+
+
+class SetCheckpointTtlRequest(Record, frozen=True, kw_only=True):
+    """Let a checkpoint expire after so many seconds, or never."""
+
+    SENT_AS_NULL: ClassVar[frozenset[str]] = frozenset({"ttl_seconds"})
+
+    ttl_seconds: int | None = None
+
+
+class Cursor(Record, frozen=True, kw_only=True):
+    """Which part of a list this is."""
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+class Checkpoint(Stamped, frozen=True, kw_only=True):
+    """A saved state of a training run."""
+
+    checkpoint_id: str
+    checkpoint_type: CheckpointType
+    time: dt.datetime
+    tinker_path: str
+    size_bytes: int | None = None
+    public: bool = False
+    user_metadata: dict[str, str] | None = None
+    expires_at: dt.datetime | None = None
+
+    @property
+    def training_run_id(self) -> str:
+        """The run that the checkpoint was saved from."""
+        return ParsedCheckpointTinkerPath.from_tinker_path(self.tinker_path).training_run_id
+
+
+class CheckpointsListResponse(Record, frozen=True, kw_only=True):
+    """Checkpoints."""
+
+    checkpoints: list[Checkpoint]
+    cursor: Cursor | None = None
+
+
+class TrainingRun(Stamped, frozen=True, kw_only=True):
+    """A training run and what was last saved of it."""
+
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool
+    corrupted: bool = False
+    lora_rank: int | None = None
+    last_request_time: dt.datetime
+    last_checkpoint: Checkpoint | None = None
+    last_sampler_checkpoint: Checkpoint | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class TrainingRunsResponse(Record, frozen=True, kw_only=True):
+    """Training runs."""
+
+    training_runs: list[TrainingRun]
+    cursor: Cursor

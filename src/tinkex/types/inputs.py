@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
 
 import numpy as np
 
-from tinkex.types.record import Record, from_builtins, pydantic_schema
+from tinkex.types.record import Fixed, Record, Wired, from_builtins, put, settle
 from tinkex.types.tensors import Array, TensorData, TensorDtype
 
 MAX_TOKEN = 2**31 - 1
@@ -31,16 +33,19 @@ def token_array(tokens: Any) -> Array:
     return array.astype(np.int32, copy=False)
 
 
-class EncodedTextChunk:
+class EncodedTextChunk(Fixed):
     """A run of token ids. `tokens` reads as a list; `tokens_np` is the array behind it."""
 
     __slots__ = ("tokens_np",)
+    FIELDS = ("tokens",)
     type: ClassVar[Literal["encoded_text"]] = "encoded_text"
+
+    tokens_np: Array
 
     def __init__(self, *, tokens: Any, type: str = "encoded_text") -> None:
         if type != "encoded_text":
             raise ValueError(f"EncodedTextChunk.type must be 'encoded_text', got {type!r}")
-        self.tokens_np: Array = token_array(tokens)
+        put(self, "tokens_np", token_array(tokens))
 
     @property
     def tokens(self) -> list[int]:
@@ -59,15 +64,9 @@ class EncodedTextChunk:
     @classmethod
     def from_wire(cls, value: Any) -> Self:
         """Read the JSON form."""
-        return cls(tokens=value["tokens"])
-
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        """The fields as a dictionary."""
-        return self.to_wire()
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return pydantic_schema(cls)
+        if not isinstance(value, Mapping) or "tokens" not in value:
+            raise ValueError("a text chunk must be an object with tokens")
+        return cls(tokens=value["tokens"], type=value.get("type", "encoded_text"))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EncodedTextChunk) and np.array_equal(self.tokens_np, other.tokens_np)
@@ -85,7 +84,7 @@ class EncodedTextChunk:
 def text_chunk(tokens: Array) -> EncodedTextChunk:
     """A chunk of an int32 array as it is: what comes off the wire is checked against the model it is for."""
     chunk = EncodedTextChunk.__new__(EncodedTextChunk)
-    chunk.tokens_np = tokens
+    put(chunk, "tokens_np", tokens)
     return chunk
 
 
@@ -101,6 +100,14 @@ def _bytes_of(value: Any, name: str) -> bytes:
 
 class _Blob(Record, frozen=True, kw_only=True):
     """A chunk that takes a number of tokens only the server knows for certain."""
+
+    def __post_init__(self) -> None:
+        for name in ("data", "dmel"):
+            if not isinstance(value := getattr(self, name, b""), bytes):
+                settle(self, name, _bytes_of(value, name))
+
+    def _dump_field(self, value: Any, mode: str, exclude_none: bool) -> Any:
+        return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
     def to_wire(self) -> dict[str, Any]:
         """JSON form."""
@@ -208,7 +215,7 @@ def _chunk(value: Any) -> ModelInputChunk:
     return cast("ModelInputChunk", from_builtins(kind, fields))
 
 
-class ModelInput:
+class ModelInput(Fixed):
     """A sequence of chunks; immutable, every change returns a new one.
 
     Example:
@@ -217,14 +224,39 @@ class ModelInput:
     """
 
     __slots__ = ("chunks",)
+    FIELDS = ("chunks",)
+
+    chunks: list[ModelInputChunk]
 
     def __init__(self, *, chunks: Sequence[ModelInputChunk | Mapping[str, Any]] = ()) -> None:
-        self.chunks: list[ModelInputChunk] = [_chunk(chunk) for chunk in chunks]
+        put(self, "chunks", [_chunk(chunk) for chunk in chunks])
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | Array) -> Self:
         """From token ids: a list or an integer array."""
         return cls(chunks=[EncodedTextChunk(tokens=tokens)])
+
+    @classmethod
+    def from_text(
+        cls, text: str, *, tokenizer: Any = None, model_name: str | None = None, add_special_tokens: bool = True
+    ) -> Self:
+        """From text, as it is: no chat template is put around it.
+
+        Args:
+            text: What to tokenise.
+            tokenizer: An object with `encode`, such as `TrainingClient.get_tokenizer()` returns.
+            model_name: The model whose tokenizer to load, when none is given.
+            add_special_tokens: Whether the tokenizer adds what it puts around a text.
+
+        Raises:
+            ValueError: Neither a tokenizer nor a model name was given.
+        """
+        if tokenizer is None:
+            if not isinstance(model_name, str) or not model_name:
+                raise ValueError("from_text needs a tokenizer or a model_name")
+            # By name and only here: types are the lowest layer and cost nothing to import.
+            tokenizer = importlib.import_module("tinkex.tokenizers").load_tokenizer(model_name)
+        return cls.from_ints(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     @classmethod
     def empty(cls) -> Self:
@@ -246,6 +278,25 @@ class ModelInput:
     def length(self) -> int:
         """How many tokens the input takes."""
         return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def estimated_bytes(self) -> int:
+        """Size as budgets of requests count it: ten bytes a token, and media as they are."""
+        return self._size(per_token=10)
+
+    def _size(self, per_token: int) -> int:
+        size = 0
+        for chunk in self.chunks:
+            match chunk:
+                case EncodedTextChunk():
+                    size += per_token * chunk.length
+                case ImageChunk():
+                    size += len(chunk.data)
+                case DmelChunk():
+                    size += len(chunk.dmel)
+                case ImageAssetPointerChunk():
+                    size += len(chunk.location)
+        return size
 
     @property
     def is_text(self) -> bool:
@@ -271,25 +322,15 @@ class ModelInput:
         """JSON form."""
         return {"chunks": [chunk.to_wire() for chunk in self.chunks]}
 
+    def _full(self) -> dict[str, Any]:
+        return {"chunks": [chunk.model_dump() for chunk in self.chunks]}
+
     @classmethod
     def from_wire(cls, value: Any) -> Self:
         """Read the JSON form."""
         if not isinstance(value, Mapping) or not isinstance(value.get("chunks"), list):
             raise ValueError("a model input must be an object with a list of chunks")
         return cls(chunks=value["chunks"])
-
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        """The fields as a dictionary."""
-        return self.to_wire()
-
-    @classmethod
-    def model_validate(cls, value: Any) -> Self:
-        """Build from a dictionary."""
-        return value if isinstance(value, cls) else cls.from_wire(value)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return pydantic_schema(cls)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModelInput) and self.chunks == other.chunks
@@ -322,10 +363,94 @@ INPUT_DTYPES: dict[str, TensorDtype] = {
 }
 
 
-class Datum:
+SPARSE_INPUTS = frozenset({"target_tokens", "weights"})
+"""Inputs that have one column per candidate and are mostly padding then."""
+
+
+def _check_span(span: Any) -> None:
+    name = type(span).__name__
+    for field in ("length", "offset"):
+        if getattr(span, field) < 0:
+            raise ValueError(f"{name}.{field} must be >= 0, got {getattr(span, field)}")
+    if not span.sequence_id:
+        raise ValueError(f"{name}.sequence_id must not be empty")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PromptProvenanceSpan:
+    """A run of tokens that stood in the prompt of an earlier sampling request.
+
+    Attributes:
+        sequence_id: A `SampledSequence.sequence_id` of that request.
+        offset: Where the run starts in its prompt.
+        length: How many tokens it takes.
+    """
+
+    sequence_id: str
+    offset: int = 0
+    length: int
+
+    def __post_init__(self) -> None:
+        _check_span(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SampledProvenanceSpan:
+    """A run of tokens that an earlier sampling request drew.
+
+    Attributes:
+        sequence_id: The `SampledSequence.sequence_id` of the sample.
+        offset: Where the run starts in the sample.
+        length: How many tokens it takes.
+    """
+
+    sequence_id: str
+    offset: int = 0
+    length: int
+
+    def __post_init__(self) -> None:
+        _check_span(self)
+
+
+ProvenanceSpan: TypeAlias = PromptProvenanceSpan | SampledProvenanceSpan
+ProvenanceSpans: TypeAlias = list[ProvenanceSpan]
+SPANS: dict[str, type[ProvenanceSpan]] = {
+    "prompt_tokens": PromptProvenanceSpan,
+    "sampled_tokens": SampledProvenanceSpan,
+}
+
+
+def _spans(value: Any, name: str) -> ProvenanceSpans | None:
+    """Spans as given, or read from JSON, where each is an object of one key that names its kind."""
+    if value is None:
+        return None
+    spans: ProvenanceSpans = []
+    for span in value:
+        if isinstance(span, Mapping) and len(span) == 1 and (kind := next(iter(span))) in SPANS:
+            span = SPANS[kind](**span[kind])
+        if not isinstance(span, PromptProvenanceSpan | SampledProvenanceSpan):
+            known = "PromptProvenanceSpan or SampledProvenanceSpan"
+            raise TypeError(f"{name} must hold {known}, got {type(span).__name__}")
+        spans.append(span)
+    return spans
+
+
+def _span_wire(span: ProvenanceSpan) -> dict[str, Any]:
+    kind = "prompt_tokens" if isinstance(span, PromptProvenanceSpan) else "sampled_tokens"
+    return {kind: {"sequence_id": span.sequence_id, "offset": span.offset, "length": span.length}}
+
+
+def _check_tiling(name: str, spans: Sequence[ProvenanceSpan], length: int) -> None:
+    if (covered := sum(span.length for span in spans)) != length:
+        raise ValueError(f"the spans of {name} cover {covered} positions of {length}; they must cover each once")
+
+
+@dataclasses.dataclass(init=False, eq=False, repr=False, frozen=True, slots=True)
+class Datum(Wired):
     """One training example: the tokens a model reads and the tensors its loss is computed from.
 
-    Values of `loss_fn_inputs` may be lists, numpy arrays, torch tensors or TensorData.
+    Values of `loss_fn_inputs` may be lists, numpy arrays, torch tensors or TensorData. Two-dimensional torch tensors of
+    target tokens or weights are stored sparsely when that is smaller. `with_provenance` adds where tokens came from.
 
     Example:
         >>> datum = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0, 1.0]})
@@ -333,41 +458,68 @@ class Datum:
         'int64'
     """
 
-    __slots__ = ("loss_fn_inputs", "model_input")
+    FIELDS: ClassVar[tuple[str, ...]] = (
+        "model_input",
+        "loss_fn_inputs",
+        "model_input_spans",
+        "loss_fn_input_spans",
+    )
 
-    def __init__(self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any] | None = None) -> None:
-        self.model_input = model_input
-        self.loss_fn_inputs: LossFnInputs = {
-            name: self._tensor(name, value) for name, value in (loss_fn_inputs or {}).items()
-        }
+    model_input: ModelInput
+    loss_fn_inputs: LossFnInputs = dataclasses.field(default_factory=dict)
+    model_input_spans: ProvenanceSpans | None = None
+    loss_fn_input_spans: ProvenanceSpans | None = None
 
-    @staticmethod
-    def _tensor(name: str, value: Any) -> TensorData:
-        try:
-            return TensorData.from_any(value, INPUT_DTYPES.get(name))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"loss_fn_inputs[{name!r}]: {error}") from None
+    def __init__(
+        self,
+        model_input: ModelInput,
+        loss_fn_inputs: Mapping[str, Any] | None = None,
+        model_input_spans: ProvenanceSpans | None = None,
+        loss_fn_input_spans: ProvenanceSpans | None = None,
+    ) -> None:
+        tensors = {name: _input_tensor(name, value) for name, value in (loss_fn_inputs or {}).items()}
+        put(self, "model_input", model_input)
+        put(self, "loss_fn_inputs", tensors)
+        put(self, "model_input_spans", _spans(model_input_spans, "model_input_spans"))
+        put(self, "loss_fn_input_spans", _spans(loss_fn_input_spans, "loss_fn_input_spans"))
+        if (model_input_spans is None) != (loss_fn_input_spans is None):
+            raise ValueError("provenance comes in pairs: give model_input_spans and loss_fn_input_spans, or neither")
+
+    def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Self:
+        """With spans that say where its tokens came from.
+
+        Args:
+            model_input: Runs that cover the input's tokens, in order and without gaps.
+            loss_fn_inputs: Runs that cover the target tokens in the same way.
+
+        Raises:
+            ValueError: The runs do not add up to the length of what they cover.
+        """
+        _check_tiling("model_input", model_input, self.model_input.length)
+        targets = self.loss_fn_inputs.get("target_tokens")
+        if targets is not None and targets.shape is not None and len(targets.shape) == 1:
+            _check_tiling("loss_fn_inputs", loss_fn_inputs, targets.shape[0])
+        return type(self)(self.model_input, self.loss_fn_inputs, model_input, loss_fn_inputs)
 
     @property
     def nbytes(self) -> int:
         """Size on the wire, as the protocol estimates it for cutting chunks."""
-        size = sum(tensor.nbytes for tensor in self.loss_fn_inputs.values())
-        for chunk in self.model_input.chunks:
-            match chunk:
-                case EncodedTextChunk():
-                    size += 4 * chunk.length
-                case ImageChunk():
-                    size += len(chunk.data)
-                case DmelChunk():
-                    size += len(chunk.dmel)
-                case ImageAssetPointerChunk():
-                    size += len(chunk.location)
-        return size
+        return self.model_input._size(per_token=4) + sum(tensor.nbytes for tensor in self.loss_fn_inputs.values())
+
+    @property
+    def estimated_bytes(self) -> int:
+        """Size as budgets of requests count it: ten bytes a token and a number, and media as they are."""
+        numbers = sum(tensor.values.size for tensor in self.loss_fn_inputs.values())
+        return self.model_input.estimated_bytes + 10 * numbers
 
     def to_wire(self) -> dict[str, Any]:
         """JSON form, as older dialects use it."""
         inputs = {name: tensor.to_wire() for name, tensor in self.loss_fn_inputs.items()}
-        return {"model_input": self.model_input.to_wire(), "loss_fn_inputs": inputs}
+        wire: dict[str, Any] = {"model_input": self.model_input.to_wire(), "loss_fn_inputs": inputs}
+        if self.model_input_spans is not None and self.loss_fn_input_spans is not None:
+            wire["model_input_spans"] = [_span_wire(span) for span in self.model_input_spans]
+            wire["loss_fn_input_spans"] = [_span_wire(span) for span in self.loss_fn_input_spans]
+        return wire
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
@@ -381,18 +533,32 @@ class Datum:
             name: TensorData.from_wire(tensor) if isinstance(tensor, Mapping) else tensor
             for name, tensor in inputs.items()
         }
-        return cls(ModelInput.model_validate(value["model_input"]), tensors)
+        model_input = ModelInput.model_validate(value["model_input"])
+        try:
+            return cls(model_input, tensors, value.get("model_input_spans"), value.get("loss_fn_input_spans"))
+        except TypeError as error:
+            raise ValueError(f"bad provenance: {error}") from None
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        """The fields as a dictionary."""
-        return self.to_wire()
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Datum):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.FIELDS)
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return pydantic_schema(cls)
+    def __hash__(self) -> int:
+        return hash((self.model_input, *self.loss_fn_inputs))
 
     def __repr__(self) -> str:
-        return f"Datum(model_input={self.model_input!r}, loss_fn_inputs={self.loss_fn_inputs!r})"
+        spans = "" if self.model_input_spans is None else ", with provenance"
+        return f"Datum(model_input={self.model_input!r}, loss_fn_inputs={self.loss_fn_inputs!r}{spans})"
 
     def __reduce__(self) -> Any:
-        return (type(self), (self.model_input, self.loss_fn_inputs))
+        return (type(self), tuple(getattr(self, name) for name in self.FIELDS))
+
+
+def _input_tensor(name: str, value: Any) -> TensorData:
+    try:
+        if name in SPARSE_INPUTS and hasattr(value, "detach") and value.ndim == 2:
+            return TensorData.from_torch_sparse(value)
+        return TensorData.from_any(value, INPUT_DTYPES.get(name))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"loss_fn_inputs[{name!r}]: {error}") from None

@@ -1,51 +1,144 @@
-"""The base of every plain message: an immutable msgspec struct with the methods programs expect of a model.
+"""The bases of every message, with the methods programs expect of a model.
 
-Bulk data (tokens, tensors) lives in slotted classes around numpy instead; those implement `to_wire` and `from_wire`
-and may be fields of records. `to_builtins` and `from_builtins` convert either kind to and from JSON-ready values.
+A plain message is a `Record`: an immutable msgspec struct. What holds bulk data (tokens, tensors), keeps fields it does
+not know, or has several spellings is a `Wired` class instead: it writes and reads its own JSON, and may be a field of a
+record. `to_builtins` and `from_builtins` convert either kind to and from JSON-ready values.
 """
 
 from __future__ import annotations
 
 import base64
+import copy
 import datetime as dt
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 import msgspec
 
 T = TypeVar("T")
 
 
-@runtime_checkable
-class Wired(Protocol):
-    """A bulk type that knows its own JSON form."""
+def literal_values(kind: Any) -> tuple[Any, ...]:
+    """The values that a literal type allows, in their order.
+
+    Example:
+        >>> from tinkex.types import StopReason
+        >>> literal_values(StopReason)
+        ('length', 'stop')
+    """
+    return get_args(kind)
+
+
+def parse_literal(kind: Any, value: Any) -> Any:
+    """A value, if a literal type allows it; else None.
+
+    Example:
+        >>> from tinkex.types import TensorDtype
+        >>> parse_literal(TensorDtype, "int64"), parse_literal(TensorDtype, "int8")
+        ('int64', None)
+    """
+    return next((known for known in get_args(kind) if type(known) is type(value) and known == value), None)
+
+
+class Wired:
+    """A type that knows its own JSON form; its constructor takes the names in `FIELDS` as keywords."""
+
+    __slots__ = ()
+    FIELDS: ClassVar[tuple[str, ...]] = ()
 
     def to_wire(self) -> Any:
-        """Return JSON-ready builtins."""
+        """Return JSON-ready builtins, without what is absent."""
+        raise NotImplementedError
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
         """Build from decoded JSON; raise ValueError naming what is wrong."""
+        raise NotImplementedError
+
+    def _full(self) -> dict[str, Any]:
+        """The fields for a dump: those that are absent too, where that is customary."""
+        wire: dict[str, Any] = self.to_wire()
+        return wire
+
+    def model_dump(
+        self,
+        *,
+        mode: str = "python",
+        include: Container[str] | None = None,
+        exclude: Container[str] | None = None,
+        exclude_none: bool = False,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """The fields as a dictionary of JSON-ready values, whatever the mode."""
+        fields = self.to_wire() if exclude_none else self._full()
+        return {name: value for name, value in fields.items() if _wanted(name, include, exclude)}
+
+    def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
+        """The fields as a JSON string."""
+        return _text(self.model_dump(**options), indent)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy, with some fields replaced."""
+        source = copy.deepcopy(self) if deep else self
+        return type(self)(**{name: getattr(source, name) for name in self.FIELDS} | dict(update or {}))
+
+    @classmethod
+    def model_validate(cls, value: Any, **_: Any) -> Self:
+        """Build from a dictionary (or return an instance as it is); `ValueError` says what is wrong."""
+        return from_builtins(cls, value)
+
+    @classmethod
+    def model_validate_json(cls, text: str | bytes, **_: Any) -> Self:
+        """Build from JSON text."""
+        return from_json(cls, text.encode() if isinstance(text, str) else text)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return pydantic_schema(cls)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"type": "object", "title": cls.__name__}
+
+
+class Fixed(Wired):
+    """A wired type whose fields never change once it is made; `put` sets them while it is being made."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{type(self).__name__} cannot be changed; make a copy with another {name}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} cannot be changed; {name} stays")
+
+
+put = object.__setattr__
 
 
 def to_builtins(value: Any, *, keep_none: bool = False) -> Any:
     """JSON-ready form of a value: absent fields (`None`) are left out, as the protocol does."""
-    if value is None or isinstance(value, str | int | float | bool):
+    if value is None or isinstance(value, str | bool):
         return value
+    if isinstance(value, int | float):
+        return float(value) if isinstance(value, float) else int(value)  # numpy's are subclasses that JSON refuses
     if isinstance(value, Record):
         return {
             name: to_builtins(field, keep_none=keep_none)
             for name in value.__struct_fields__
-            if (field := getattr(value, name)) is not None or keep_none or name in value.SENT_AS_NULL
+            if ((field := getattr(value, name)) is not None or keep_none or name in value.SENT_AS_NULL)
+            and name not in value.NOT_SENT
         }
     if isinstance(value, Wired):
-        return value.to_wire()
+        return value._full() if keep_none else value.to_wire()
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
         return {key: to_builtins(item, keep_none=keep_none) for key, item in value.items()}
     if isinstance(value, dt.datetime):
         return value.isoformat().replace("+00:00", "Z")
+    if hasattr(value, "tolist"):
+        return value.tolist()
     if isinstance(value, Iterable):
         return [to_builtins(item, keep_none=keep_none) for item in value]
     raise TypeError(f"cannot put a {type(value).__name__} on the wire")
@@ -93,25 +186,48 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """An immutable message. Unknown keywords are refused; unknown fields of a decoded message are ignored."""
 
     SENT_AS_NULL: ClassVar[frozenset[str]] = frozenset()
+    NOT_SENT: ClassVar[frozenset[str]] = frozenset()
 
-    def model_dump(self, *, mode: str = "python", exclude_none: bool = False, **_: Any) -> dict[str, Any]:
-        """The fields as a dictionary; `mode="json"` gives JSON-ready values."""
-        if mode == "json":
-            dumped: dict[str, Any] = to_builtins(self, keep_none=not exclude_none)
-            return dumped
-        return {
-            name: _dump(value, exclude_none)
-            for name in self.__struct_fields__
-            if (value := getattr(self, name)) is not None or not exclude_none
-        }
+    def model_dump(
+        self,
+        *,
+        mode: str = "python",
+        include: Container[str] | None = None,
+        exclude: Container[str] | None = None,
+        exclude_none: bool = False,
+        exclude_defaults: bool = False,
+        exclude_unset: bool = False,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """The fields as a dictionary.
 
-    def model_dump_json(self, *, exclude_none: bool = False, **_: Any) -> str:
-        """The fields as a JSON string."""
-        return msgspec.json.encode(to_builtins(self, keep_none=not exclude_none)).decode()
+        Args:
+            mode: "json" gives JSON-ready values, "python" keeps times, enumerations and bytes.
+            include: Names of the fields to keep; all by default.
+            exclude: Names of the fields to leave out.
+            exclude_none: Leave out what is absent.
+            exclude_defaults: Leave out fields that hold their default.
+            exclude_unset: The same: a record does not remember which fields were given.
+        """
+        usual = _defaults(type(self)) if exclude_defaults or exclude_unset else {}
+        dumped = {}
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            skipped = (exclude_none and value is None) or name in self.NOT_SENT
+            if not skipped and not (name in usual and usual[name] == value) and _wanted(name, include, exclude):
+                dumped[name] = self._dump_field(value, mode, exclude_none)
+        return dumped
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, **_: Any) -> Self:
+    def _dump_field(self, value: Any, mode: str, exclude_none: bool) -> Any:
+        return to_builtins(value, keep_none=not exclude_none) if mode == "json" else _dump(value, exclude_none)
+
+    def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
+        """The fields as a JSON string; options as for `model_dump`."""
+        return _text(self.model_dump(**{**options, "mode": "json"}), indent)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy, with some fields replaced."""
-        return msgspec.structs.replace(self, **dict(update or {}))
+        return msgspec.structs.replace(copy.deepcopy(self) if deep else self, **dict(update or {}))
 
     @classmethod
     def model_validate(cls, value: Any, **_: Any) -> Self:
@@ -126,6 +242,49 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
         return pydantic_schema(cls)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"type": "object", "title": cls.__name__}
+
+
+def _wanted(name: str, include: Container[str] | None, exclude: Container[str] | None) -> bool:
+    return (include is None or name in include) and (exclude is None or name not in exclude)
+
+
+def _text(value: Any, indent: int | None) -> str:
+    text = msgspec.json.encode(value)
+    return (text if indent is None else msgspec.json.format(text, indent=indent)).decode()
+
+
+def _defaults(kind: type[Record]) -> dict[str, Any]:
+    """The fields of a record that have a default, and that default."""
+    found = {}
+    for field in msgspec.structs.fields(kind):
+        if field.default is not msgspec.NODEFAULT:
+            found[field.name] = field.default
+        elif field.default_factory is not msgspec.NODEFAULT:
+            found[field.name] = field.default_factory()
+    return found
+
+
+def settle(record: Record, name: str, value: Any) -> None:
+    """Replace a field while a record is being made; afterwards it never changes."""
+    msgspec.structs.force_setattr(record, name, value)
+
+
+def number(value: Any, name: str) -> float:
+    """A real number of any kind as a float; `ValueError` names the field otherwise."""
+    if isinstance(value, str | bytes | bool) or not hasattr(value, "__float__"):
+        raise ValueError(f"{name} must be a number, got {type(value).__name__}")
+    return float(value)
+
+
+def whole(value: Any, name: str) -> int:
+    """An integer of any kind as an int; `ValueError` names the field otherwise."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name} must be an integer, got {type(value).__name__}")
+    return int(value)
 
 
 def _dump(value: Any, exclude_none: bool) -> Any:

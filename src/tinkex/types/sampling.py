@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, TypeAlias, cast
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 
 from tinkex.types.inputs import ModelInput
-from tinkex.types.record import Record
+from tinkex.types.record import Record, Wired, from_builtins, number, settle, whole
 from tinkex.types.tensors import Array, TensorData
 
 StopReason: TypeAlias = Literal["length", "stop"]
+TopkList: TypeAlias = list[list[tuple[int, float]] | None]
 
 EMPTY_CELL = -99999.0
 """Log-probability of an unused cell in a top-k table; its token id is 0."""
@@ -33,8 +35,16 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, list | tuple) and len({isinstance(item, str) for item in self.stop}) > 1:
-            raise ValueError("stop must be all strings or all token ids")
+        for name in ("temperature", "top_p"):
+            settle(self, name, number(getattr(self, name), name))
+        settle(self, "top_k", whole(self.top_k, "top_k"))
+        for name in ("max_tokens", "seed"):
+            if getattr(self, name) is not None:
+                settle(self, name, whole(getattr(self, name), name))
+        if self.stop is not None and not isinstance(self.stop, str):
+            if len({isinstance(item, str) for item in self.stop}) > 1:
+                raise ValueError("stop must be all strings or all token ids")
+            settle(self, "stop", [item if isinstance(item, str) else whole(item, "stop") for item in self.stop])
         if self.max_tokens is not None and self.max_tokens < 0:
             raise ValueError("max_tokens must be >= 0")
         if not self.temperature >= 0 or self.temperature == float("inf"):
@@ -65,133 +75,191 @@ class SampleRequest(Record, frozen=True, kw_only=True):
     type: Literal["sample"] = "sample"
 
 
+@dataclasses.dataclass(eq=False, frozen=True, slots=True)
 class TopkLogprobs:
     """The k likeliest tokens at each of `length` positions, best first; unused cells hold EMPTY_CELL."""
 
-    __slots__ = ("logprobs", "token_ids")
+    token_ids: Array
+    logprobs: Array
 
-    def __init__(self, token_ids: Array, logprobs: Array) -> None:
-        self.token_ids = token_ids
-        self.logprobs = logprobs
-
-    def tolist(self) -> list[list[tuple[int, float]] | None]:
+    def tolist(self) -> TopkList:
         """Pairs per position; None where nothing was computed."""
-        rows: list[list[tuple[int, float]] | None] = []
+        if self.token_ids.size == 0:
+            return []
+        rows: TopkList = []
         for ids, logprobs in zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True):
             row = [(i, p) for i, p in zip(ids, logprobs, strict=True) if p != EMPTY_CELL]
             rows.append(row or None)
         return rows
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TopkLogprobs):
+            return NotImplemented
+        return _same(self.token_ids, other.token_ids) and _same(self.logprobs, other.logprobs)
 
-class SampledSequence:
+    def __hash__(self) -> int:
+        return hash(self.token_ids.shape)
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Equality of two fields, arrays by content; missing values are equal to missing values."""
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return np.array_equal(first, second, equal_nan=first.dtype.kind == "f" and second.dtype.kind == "f")
+    return type(first) is type(second) and bool(first == second)
+
+
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
+class SampledSequence(Wired):
     """One sample. `tokens` and `logprobs` read as lists; `tokens_np` and `logprobs_np` are the arrays behind them."""
 
-    __slots__ = ("logprobs_np", "sequence_id", "stop_reason", "tokens_np", "topk_logprobs_np")
+    FIELDS: ClassVar[tuple[str, ...]] = (
+        "stop_reason",
+        "sequence_id",
+        "tokens_np",
+        "logprobs_np",
+        "topk_logprobs_np",
+        "_tokens_list",
+        "_logprobs_list",
+        "_topk_logprobs_list",
+    )
 
-    def __init__(
-        self,
-        stop_reason: StopReason,
-        sequence_id: str = "",
-        tokens_np: Array | None = None,
-        logprobs_np: Array | None = None,
-        topk_logprobs_np: TopkLogprobs | None = None,
-    ) -> None:
-        self.stop_reason: StopReason = stop_reason
-        self.sequence_id = sequence_id
-        self.tokens_np = tokens_np
-        self.logprobs_np = logprobs_np
-        self.topk_logprobs_np = topk_logprobs_np
+    stop_reason: StopReason
+    sequence_id: str = ""
+    tokens_np: Array | None = None
+    logprobs_np: Array | None = None
+    topk_logprobs_np: TopkLogprobs | None = None
+    # Lists that were given instead of arrays, or made of arrays when somebody asked for them.
+    _tokens_list: list[int] | None = None
+    _logprobs_list: list[float] | None = None
+    _topk_logprobs_list: TopkList | None = None
 
     @property
     def tokens(self) -> list[int]:
         """The sampled token ids, the stopping token included."""
-        return [] if self.tokens_np is None else cast("list[int]", self.tokens_np.tolist())
+        if self._tokens_list is None:
+            self._tokens_list = [] if self.tokens_np is None else self.tokens_np.tolist()
+        return self._tokens_list
 
     @property
     def logprobs(self) -> list[float] | None:
         """The log-probability of each sampled token, temperature applied."""
-        return None if self.logprobs_np is None else cast("list[float]", self.logprobs_np.tolist())
+        if self._logprobs_list is None and self.logprobs_np is not None:
+            self._logprobs_list = self.logprobs_np.tolist()
+        return self._logprobs_list
 
     @property
-    def topk_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
+    def topk_logprobs(self) -> TopkList | None:
         """The likeliest tokens at each position, when asked for."""
-        return None if self.topk_logprobs_np is None else self.topk_logprobs_np.tolist()
+        if self._topk_logprobs_list is None and self.topk_logprobs_np is not None:
+            self._topk_logprobs_list = self.topk_logprobs_np.tolist()
+        return self._topk_logprobs_list
+
+    @property
+    def length(self) -> int:
+        """How many tokens were sampled."""
+        return len(self.tokens) if self.tokens_np is None else int(self.tokens_np.size)
 
     def to_wire(self) -> dict[str, Any]:
         """JSON form, as older dialects use it."""
         return {"stop_reason": self.stop_reason, "tokens": self.tokens, "logprobs": self.logprobs}
 
-    def __repr__(self) -> str:
-        return f"SampledSequence({len(self.tokens)} tokens, stop_reason={self.stop_reason!r})"
+    @classmethod
+    def from_wire(cls, value: Any) -> Self:
+        """Read the JSON form."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("tokens"), list):
+            raise ValueError("a sampled sequence must be an object with tokens")
+        return cls(
+            stop_reason=value["stop_reason"],
+            sequence_id=value.get("sequence_id") or "",
+            tokens_np=np.asarray(value["tokens"], dtype=np.int32),
+            logprobs_np=_floats(value.get("logprobs")),
+            _topk_logprobs_list=_topk(value.get("topk_logprobs")),
+        )
 
-    def __reduce__(self) -> Any:
-        state = (
+    def _state(self) -> tuple[Any, ...]:
+        """The fields, without lists that can be made again."""
+        return (
             self.stop_reason,
             self.sequence_id,
             self.tokens_np,
             self.logprobs_np,
             self.topk_logprobs_np,
+            self._tokens_list if self.tokens_np is None and self._tokens_list else None,
+            self._logprobs_list if self.logprobs_np is None else None,
+            self._topk_logprobs_list if self.topk_logprobs_np is None else None,
         )
-        return (type(self), state)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SampledSequence):
+            return NotImplemented
+        return all(_same(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # it can be changed
+
+    def __repr__(self) -> str:
+        return f"SampledSequence({self.length} tokens, stop_reason={self.stop_reason!r})"
+
+    def __reduce__(self) -> Any:
+        return (type(self), self._state())
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class PromptAltTokens:
     """Alternative tokens drawn at each prompt position after the first, `[P-1, k]`."""
 
-    __slots__ = ("logprobs", "tokens")
-
-    def __init__(self, tokens: TensorData, logprobs: TensorData) -> None:
-        self.tokens = tokens
-        self.logprobs = logprobs
+    tokens: TensorData
+    logprobs: TensorData
 
 
-class SampleResponse:
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
+class SampleResponse(Wired):
     """The samples of one request and whatever was asked about its prompt."""
 
-    __slots__ = (
-        "prompt_alt_tokens",
-        "prompt_cache_hit_tokens",
-        "prompt_logprobs_np",
+    FIELDS: ClassVar[tuple[str, ...]] = (
         "sequences",
-        "target_prompt_logprobs",
+        "prompt_logprobs_np",
         "topk_prompt_logprobs_np",
+        "target_prompt_logprobs",
+        "prompt_cache_hit_tokens",
+        "prompt_alt_tokens",
+        "_prompt_logprobs_list",
+        "_topk_prompt_logprobs_list",
     )
 
-    def __init__(
-        self,
-        sequences: Sequence[SampledSequence],
-        prompt_logprobs_np: Array | None = None,
-        topk_prompt_logprobs_np: TopkLogprobs | None = None,
-        target_prompt_logprobs: TensorData | None = None,
-        prompt_cache_hit_tokens: int = 0,
-        prompt_alt_tokens: PromptAltTokens | None = None,
-    ) -> None:
-        self.sequences = list(sequences)
-        self.prompt_logprobs_np = prompt_logprobs_np
-        self.topk_prompt_logprobs_np = topk_prompt_logprobs_np
-        self.target_prompt_logprobs = target_prompt_logprobs
-        self.prompt_cache_hit_tokens = prompt_cache_hit_tokens
-        self.prompt_alt_tokens = prompt_alt_tokens
+    sequences: list[SampledSequence]
+    prompt_logprobs_np: Array | None = None
+    topk_prompt_logprobs_np: TopkLogprobs | None = None
+    target_prompt_logprobs: TensorData | None = None
+    prompt_cache_hit_tokens: int = 0
+    prompt_alt_tokens: PromptAltTokens | None = None
+    # Lists that were given instead of arrays, or made of arrays when somebody asked for them.
+    _prompt_logprobs_list: list[float | None] | None = None
+    _topk_prompt_logprobs_list: TopkList | None = None
+
+    def __post_init__(self) -> None:
+        self.sequences = list(self.sequences)
 
     @property
     def prompt_logprobs(self) -> list[float | None] | None:
         """One value per prompt token; None where there is none, as for the first."""
-        if self.prompt_logprobs_np is None:
-            return None
-        return [None if p != p else p for p in self.prompt_logprobs_np.tolist()]
+        if self._prompt_logprobs_list is None and self.prompt_logprobs_np is not None:
+            self._prompt_logprobs_list = [None if p != p else p for p in self.prompt_logprobs_np.tolist()]
+        return self._prompt_logprobs_list
 
     @property
-    def topk_prompt_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
+    def topk_prompt_logprobs(self) -> TopkList | None:
         """The likeliest tokens at each prompt position, when asked for."""
-        return None if self.topk_prompt_logprobs_np is None else self.topk_prompt_logprobs_np.tolist()
+        if self._topk_prompt_logprobs_list is None and self.topk_prompt_logprobs_np is not None:
+            self._topk_prompt_logprobs_list = self.topk_prompt_logprobs_np.tolist()
+        return self._topk_prompt_logprobs_list
 
     def to_wire(self) -> dict[str, Any]:
         """JSON form, as older dialects use it."""
         wire: dict[str, Any] = {"sequences": [s.to_wire() for s in self.sequences], "type": "sample"}
-        if self.prompt_logprobs_np is not None:
-            wire["prompt_logprobs"] = self.prompt_logprobs
-        if self.topk_prompt_logprobs_np is not None:
-            wire["topk_prompt_logprobs"] = self.topk_prompt_logprobs
+        if (logprobs := self.prompt_logprobs) is not None:
+            wire["prompt_logprobs"] = logprobs
+        if (topk := self.topk_prompt_logprobs) is not None:
+            wire["topk_prompt_logprobs"] = topk
         return wire
 
     @classmethod
@@ -199,37 +267,95 @@ class SampleResponse:
         """Read the JSON form."""
         if not isinstance(value, Mapping) or not isinstance(value.get("sequences"), list):
             raise ValueError("a sample result must be an object with sequences")
-        sequences = [
-            SampledSequence(
-                stop_reason=item["stop_reason"],
-                tokens_np=np.asarray(item["tokens"], dtype=np.int32),
-                logprobs_np=_floats(item.get("logprobs")),
-            )
-            for item in value["sequences"]
-        ]
-        return cls(sequences, prompt_logprobs_np=_floats(value.get("prompt_logprobs")))
+        return cls(
+            [SampledSequence.from_wire(item) for item in value["sequences"]],
+            prompt_logprobs_np=_floats(value.get("prompt_logprobs")),
+            _topk_prompt_logprobs_list=_topk(value.get("topk_prompt_logprobs")),
+        )
+
+    def _state(self) -> tuple[Any, ...]:
+        """The fields, without lists that can be made again."""
+        return (
+            self.sequences,
+            self.prompt_logprobs_np,
+            self.topk_prompt_logprobs_np,
+            self.target_prompt_logprobs,
+            self.prompt_cache_hit_tokens,
+            self.prompt_alt_tokens,
+            self._prompt_logprobs_list if self.prompt_logprobs_np is None else None,
+            self._topk_prompt_logprobs_list if self.topk_prompt_logprobs_np is None else None,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SampleResponse):
+            return NotImplemented
+        return all(_same(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # it can be changed
 
     def __repr__(self) -> str:
         return f"SampleResponse({self.sequences!r})"
 
     def __reduce__(self) -> Any:
-        return (type(self), tuple(getattr(self, name) for name in _RESPONSE_ORDER))
-
-
-_RESPONSE_ORDER = (
-    "sequences",
-    "prompt_logprobs_np",
-    "topk_prompt_logprobs_np",
-    "target_prompt_logprobs",
-    "prompt_cache_hit_tokens",
-    "prompt_alt_tokens",
-)
+        return (type(self), self._state())
 
 
 def _floats(values: list[float | None] | None) -> Array | None:
     if values is None:
         return None
     return np.asarray([np.nan if v is None else v for v in values], dtype=np.float32)
+
+
+def _topk(rows: Any) -> TopkList | None:
+    """Tables of the JSON dialects: a row is absent, or a list of pairs or of objects."""
+    if rows is None:
+        return None
+    try:
+        return [None if row is None else [_pair(cell) for cell in row] for row in rows]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"malformed top-k log-probabilities: {error!r}") from None
+
+
+def _pair(cell: Any) -> tuple[int, float]:
+    token, logprob = (cell["token_id"], cell["logprob"]) if isinstance(cell, Mapping) else cell
+    return whole(token, "token_id"), number(logprob, "logprob")
+
+
+class SampleStreamChunk(Record, frozen=True, kw_only=True):
+    """One event of a stream of samples: a token, the end, or an error (whose text is in `token`)."""
+
+    token: str | None = None
+    token_id: int | None = None
+    index: int | None = None
+    finish_reason: str | None = None
+    total_tokens: int | None = None
+    logprob: float | None = None
+    event_type: Literal["token", "done", "error"] = "token"
+
+    @classmethod
+    def from_map(cls, value: Mapping[str, Any]) -> Self:
+        """Read an event: one with a reason to finish is the end, one with an error is that."""
+        if value.get("error") is not None:
+            return cls.error(str(value["error"]))
+        fields = {name: value[name] for name in cls.__struct_fields__ if value.get(name) is not None}
+        if fields.get("finish_reason") is not None:
+            fields["event_type"] = "done"
+        return from_builtins(cls, fields)
+
+    @classmethod
+    def done(cls, finish_reason: str | None = None, total_tokens: int | None = None) -> Self:
+        """The end of a stream."""
+        return cls(finish_reason=finish_reason, total_tokens=total_tokens, event_type="done")
+
+    @classmethod
+    def error(cls, message: str) -> Self:
+        """An error that ends a stream."""
+        return cls(token=message, event_type="error")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the stream ends here, well or not."""
+        return self.event_type != "token"
 
 
 class CreateSamplingSessionRequest(Record, frozen=True, kw_only=True):

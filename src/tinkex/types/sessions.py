@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from tinkex.types.forms import Stamped, Variant
 from tinkex.types.record import Record
 
 ClientSessionFinishReasonType: TypeAlias = Literal["success", "errored", "interrupted"]
@@ -168,3 +170,348 @@ class TryAgainResponse(Record, frozen=True, kw_only=True):
     queue_state: str = "active"
     queue_state_reason: str | None = None
     type: Literal["try_again"] = "try_again"
+
+
+class CancelFutureRequest(Record, frozen=True, kw_only=True):
+    """Give a submitted operation up."""
+
+    request_id: str
+
+
+class SamplingSessionFuturesTarget(Record, frozen=True, kw_only=True):
+    """Whose results a batched poll waits for."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: int = 0
+
+
+class FuturesRetrieveRequest(Record, frozen=True, kw_only=True):
+    """Ask which operations have ended since the last time."""
+
+    target: SamplingSessionFuturesTarget
+    prev_cursor: int = 0
+    timeout: float | None = None
+    retrieved_request_ids: list[str] = msgspec.field(default_factory=list)
+
+
+class CompletionMark(Variant):
+    """How an operation ended."""
+
+    __slots__ = ()
+    TAG = "state"
+
+
+class FutureFinished(Record, CompletionMark, frozen=True, kw_only=True):
+    """An operation whose result is there."""
+
+    state: Literal["finished"] = "finished"
+    request_id: str
+    response_payload_uncompressed_size: int | None = None
+
+
+class FutureFailed(Record, CompletionMark, frozen=True, kw_only=True):
+    """An operation that failed."""
+
+    state: Literal["failed"] = "failed"
+    request_id: str
+
+
+FutureCompletion: TypeAlias = FutureFinished | FutureFailed
+
+
+class FuturesRetrieveResponse(Record, frozen=True, kw_only=True):
+    """Operations that have ended, and where to carry on."""
+
+    completions: list[_Completion]
+    cursor: int
+
+
+class JoinSamplingSessionRequest(Record, frozen=True, kw_only=True):
+    """Sample beside others from one sampling session."""
+
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class JoinSamplingSessionResponse(Record, frozen=True, kw_only=True):
+    """Which of the session's clients this one is."""
+
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: int
+
+
+# ── sessions as they are listed and searched ─────────────────────────────────────────────────────────────────────
+
+
+class GetSessionResponse(Record, frozen=True, kw_only=True):
+    """What belongs to a session."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+
+
+class ListSessionsResponse(Record, frozen=True, kw_only=True):
+    """The ids of sessions."""
+
+    sessions: list[str]
+
+
+class AssignSessionProjectRequest(Record, frozen=True, kw_only=True):
+    """Move a session into a project."""
+
+    project_id: str
+
+
+class SessionTraceExportResponse(Record, frozen=True, kw_only=True):
+    """How far the export of a session's timeline has come."""
+
+    status: Literal["pending", "ready", "failed"]
+    url: str | None = None
+    error: str | None = None
+
+
+class FinishMark(Variant):
+    """How a client said that its session ended."""
+
+    __slots__ = ()
+
+
+class ClientSessionFinishSuccess(Record, FinishMark, frozen=True, kw_only=True):
+    """It went well."""
+
+    type: Literal["success"] = "success"
+
+
+class ClientSessionFinishErrored(Record, FinishMark, frozen=True, kw_only=True):
+    """The program failed."""
+
+    type: Literal["errored"] = "errored"
+
+
+class ClientSessionFinishInterrupted(Record, FinishMark, frozen=True, kw_only=True):
+    """The program was interrupted."""
+
+    type: Literal["interrupted"] = "interrupted"
+
+
+ClientSessionFinishReason: TypeAlias = (
+    ClientSessionFinishSuccess | ClientSessionFinishErrored | ClientSessionFinishInterrupted
+)
+
+
+class FailedReasonMark(Variant):
+    """What made a session fail."""
+
+    __slots__ = ()
+
+
+class SessionFailedRequestReason(Record, FailedReasonMark, frozen=True, kw_only=True):
+    """A request."""
+
+    type: Literal["request"] = "request"
+    request_id: str
+    request_type: str
+
+
+class SessionFailedTrainingRunReason(Record, FailedReasonMark, frozen=True, kw_only=True):
+    """A training run."""
+
+    type: Literal["training_run"] = "training_run"
+    training_run_id: str
+
+
+class SessionFailedSamplingSessionReason(Record, FailedReasonMark, frozen=True, kw_only=True):
+    """A sampling session."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+
+
+SessionFailedReason: TypeAlias = (
+    SessionFailedRequestReason | SessionFailedTrainingRunReason | SessionFailedSamplingSessionReason
+)
+
+
+class StatusMark(Variant):
+    """Where a session stands."""
+
+    __slots__ = ()
+
+
+class StatusQueryMark(Variant):
+    """Where a session that is searched for stands."""
+
+    __slots__ = ()
+
+
+class OwnerMark(Variant):
+    """Whose sessions are searched."""
+
+    __slots__ = ()
+
+
+class SessionActive(Record, StatusMark, frozen=True, kw_only=True):
+    """It runs."""
+
+    type: Literal["active"] = "active"
+
+
+class SessionCancelled(Record, StatusMark, frozen=True, kw_only=True):
+    """It was cancelled from outside."""
+
+    type: Literal["cancelled"] = "cancelled"
+    detail: str | None = None
+
+
+class ClientSessionFinished(Record, StatusMark, frozen=True, kw_only=True):
+    """Its client said that it was done."""
+
+    type: Literal["client_finished"] = "client_finished"
+    reason: _FinishReason
+    detail: str | None = None
+
+
+class SessionFailed(Record, StatusMark, frozen=True, kw_only=True):
+    """It failed."""
+
+    type: Literal["failed"] = "failed"
+    category: Literal["user", "internal"]
+    reason: _FailedReason
+    message: str
+
+
+SessionStatus: TypeAlias = SessionFailed | SessionCancelled | ClientSessionFinished | SessionActive
+
+
+class OwnSearchOwner(Record, OwnerMark, frozen=True, kw_only=True):
+    """One's own sessions."""
+
+    type: Literal["own"] = "own"
+
+
+class AccessibleSearchOwner(Record, OwnerMark, frozen=True, kw_only=True):
+    """All sessions that one may see."""
+
+    type: Literal["accessible"] = "accessible"
+
+
+class UserSearchOwner(Record, OwnerMark, frozen=True, kw_only=True):
+    """The sessions of one to ten users."""
+
+    type: Literal["user"] = "user"
+    owner_urns: list[str]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.owner_urns) <= 10:
+            raise ValueError(f"owner_urns must name 1 to 10 users, got {len(self.owner_urns)}")
+
+
+SearchOwner: TypeAlias = OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner
+
+
+class ActiveSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_only=True):
+    """Sessions that run."""
+
+    type: Literal["active"] = "active"
+
+
+class CancelledSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_only=True):
+    """Sessions that were cancelled from outside."""
+
+    type: Literal["cancelled"] = "cancelled"
+
+
+class FailedSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_only=True):
+    """Sessions that failed."""
+
+    type: Literal["failed"] = "failed"
+
+
+class ClientFinishedSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_only=True):
+    """Sessions whose client said that it was done, for any of some reasons or for whichever."""
+
+    type: Literal["client_finished"] = "client_finished"
+    reasons: list[ClientSessionFinishReasonType] | None = None
+
+    def __post_init__(self) -> None:
+        if self.reasons is not None and not self.reasons:
+            raise ValueError("reasons must not be empty; leave it out to match every reason")
+
+
+SessionStatusQuery: TypeAlias = (
+    ActiveSessionStatusQuery | CancelledSessionStatusQuery | FailedSessionStatusQuery | ClientFinishedSessionStatusQuery
+)
+
+
+class SessionSearchCursor(Record, frozen=True, kw_only=True):
+    """Where the next page of a search begins."""
+
+    last_created_at: dt.datetime
+    last_session_id: str
+
+    def __post_init__(self) -> None:
+        if self.last_created_at.tzinfo is None:
+            raise ValueError("last_created_at must have a time zone")
+
+
+class SessionSearchRequest(Record, frozen=True, kw_only=True):
+    """What sessions to look for, newest first.
+
+    Example:
+        >>> SessionSearchRequest(display_name="nightly", owner=AccessibleSearchOwner()).limit
+        50
+    """
+
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    display_name: str | None = None
+    owner: _Owner = msgspec.field(default_factory=OwnSearchOwner)
+    statuses: list[_StatusQuery] | None = None
+    limit: int = 50
+    cursor: SessionSearchCursor | None = None
+
+    def __post_init__(self) -> None:
+        if self.display_name == "":
+            raise ValueError("display_name must have at least one character")
+        if not 1 <= self.limit <= 200:
+            raise ValueError(f"limit must be 1 to 200, got {self.limit}")
+        if self.statuses is not None and not self.statuses:
+            raise ValueError("statuses must not be empty; leave it out to match every status")
+
+
+class SessionSummary(Stamped, frozen=True, kw_only=True):
+    """A session that was found."""
+
+    session_id: str
+    created_at: dt.datetime
+    owner: str
+    project_id: str
+    status: _Status | None = None
+    checkpoints_count: int
+    display_name: str | None = None
+    user_metadata: dict[str, str] | None = None
+    checkpoint_storage_bytes: int | None = None
+
+
+class SessionSearchResponse(Record, frozen=True, kw_only=True):
+    """A page of sessions."""
+
+    sessions: list[SessionSummary]
+    next_cursor: SessionSearchCursor | None = None
+
+
+# A field's annotation is a union for readers and type checkers, and the group's mark for msgspec, which reads by it.
+if TYPE_CHECKING:
+    _FinishReason: TypeAlias = ClientSessionFinishReason
+    _FailedReason: TypeAlias = SessionFailedReason
+    _Status: TypeAlias = SessionStatus
+    _StatusQuery: TypeAlias = SessionStatusQuery
+    _Owner: TypeAlias = SearchOwner
+    _Completion: TypeAlias = FutureCompletion
+else:
+    _FinishReason, _FailedReason, _Status = FinishMark, FailedReasonMark, StatusMark
+    _StatusQuery, _Owner, _Completion = StatusQueryMark, OwnerMark, CompletionMark

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from tinkex.types.record import pydantic_schema
+from tinkex.types.record import Fixed, put
 
 if TYPE_CHECKING:
     import torch
@@ -22,16 +24,41 @@ MAX_CELLS = 1 << 28
 DTYPES: dict[str, npt.DTypeLike] = {"int64": np.int64, "float32": np.float32}
 
 
-def dtype_of(array: Array) -> TensorDtype:
-    """The wire dtype an array is sent as: floats as float32; integers and booleans as int64."""
-    if array.dtype.kind == "f":
-        return "float32"
-    if array.dtype.kind in "iub":
-        return "int64"
-    raise ValueError(f"a tensor of dtype {array.dtype} cannot be sent; use floats or integers")
+def dtype_of(array: Array | np.dtype[Any], *, warn: bool = False) -> TensorDtype:
+    """The wire dtype an array is sent as: floats as float32; integers and booleans as int64.
+
+    Args:
+        array: An array, or a numpy dtype.
+        warn: Say so, as a `UserWarning`, when values may be rounded or wrap around.
+    """
+    dtype = array if isinstance(array, np.dtype) else array.dtype
+    if dtype.kind not in "fiub":
+        raise ValueError(f"a tensor of dtype {dtype} cannot be sent; use floats or integers")
+    if warn and (lost := check_precision_loss(dtype)) is not None:
+        warnings.warn(lost[1], UserWarning, stacklevel=2)
+    return "float32" if dtype.kind == "f" else "int64"
 
 
-class TensorData:
+def check_precision_loss(array: Array | np.dtype[Any]) -> tuple[TensorDtype, str] | None:
+    """What is lost when an array is sent: the wire dtype and a reason, or None when every value fits."""
+    dtype = array if isinstance(array, np.dtype) else array.dtype
+    if dtype.kind == "f" and dtype.itemsize > 4:
+        return "float32", f"{dtype} is sent as float32: values keep about seven digits"
+    if dtype == np.uint64:
+        return "int64", "uint64 is sent as int64: values of 2**63 and more wrap around"
+    return None
+
+
+def _pad(value: Any, dtype: np.dtype[Any]) -> Any:
+    """The value of unlisted cells, if a tensor of that dtype can hold it."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"pad_value must be a number, got {type(value).__name__}")
+    if dtype.kind in "iu" and value != int(value):
+        raise TypeError(f"pad_value of an integer tensor must be an integer, got {value!r}")
+    return value
+
+
+class TensorData(Fixed):
     """A dense or CSR-sparse tensor of int64 or float32.
 
     `data` reads as a flat list for convenience; `to_numpy()` is the fast way in and out.
@@ -42,6 +69,13 @@ class TensorData:
     """
 
     __slots__ = ("_col", "_crow", "_values", "dtype", "shape")
+    FIELDS = ("data", "dtype", "shape", "sparse_crow_indices", "sparse_col_indices")
+
+    dtype: TensorDtype
+    shape: list[int] | None
+    _values: Array
+    _crow: Array | None
+    _col: Array | None
 
     def __init__(
         self,
@@ -56,11 +90,11 @@ class TensorData:
         if dtype not in DTYPES:
             raise ValueError(f"unknown tensor dtype {dtype!r}; use 'int64' or 'float32'")
         values = np.asarray([] if data is None else data, dtype=DTYPES[dtype]).reshape(-1)
-        self._values: Array = values
-        self.dtype: TensorDtype = dtype
-        self.shape: list[int] | None = None if shape is None else [int(n) for n in shape]
-        self._crow = None if sparse_crow_indices is None else np.asarray(sparse_crow_indices, dtype=np.int64)
-        self._col = None if sparse_col_indices is None else np.asarray(sparse_col_indices, dtype=np.int64)
+        put(self, "_values", values)
+        put(self, "dtype", dtype)
+        put(self, "shape", None if shape is None else [int(n) for n in shape])
+        put(self, "_crow", None if sparse_crow_indices is None else np.asarray(sparse_crow_indices, dtype=np.int64))
+        put(self, "_col", None if sparse_col_indices is None else np.asarray(sparse_col_indices, dtype=np.int64))
         self._check()
 
     def _check(self) -> None:
@@ -136,6 +170,30 @@ class TensorData:
         return cls.from_numpy(tensor.numpy())
 
     @classmethod
+    def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: float = 0) -> Self:
+        """Copy a two-dimensional torch tensor as compressed sparse rows if that is smaller, else as it is.
+
+        Args:
+            tensor: Any torch tensor; one that is not two-dimensional stays dense.
+            pad_value: The value of the cells that need not be listed.
+        """
+        tensor = tensor.detach().cpu()
+        if tensor.is_floating_point() and tensor.element_size() < 4:
+            tensor = tensor.float()
+        array = tensor.numpy()
+        pad = _pad(pad_value, array.dtype)
+        if array.ndim != 2:
+            return cls.from_numpy(array)
+        listed = array != pad
+        count = int(np.count_nonzero(listed))
+        rows, cols = array.shape
+        if rows + 1 + 2 * count >= rows * cols:
+            return cls.from_numpy(array)
+        starts = np.zeros(rows + 1, dtype=np.int64)
+        np.cumsum(np.count_nonzero(listed, axis=1), out=starts[1:])
+        return cls(array[listed], dtype_of(array), array.shape, starts, np.nonzero(listed)[1])
+
+    @classmethod
     def from_any(cls, value: Any, dtype: TensorDtype | None = None) -> Self:
         """Turn a TensorData, torch tensor, numpy array or (nested) list into TensorData."""
         if isinstance(value, cls):
@@ -158,7 +216,7 @@ class TensorData:
         """The dense array; cells that a sparse tensor does not list read as `pad_value`."""
         if self._crow is None or self._col is None or self.shape is None:
             return self._values if self.shape is None else self._values.reshape(self.shape)
-        dense = np.full(self.shape, pad_value, dtype=self._values.dtype)
+        dense = np.full(self.shape, _pad(pad_value, self._values.dtype), dtype=self._values.dtype)
         rows = np.repeat(np.arange(self.shape[0]), np.diff(self._crow))
         dense[rows, self._col] = self._values
         return dense
@@ -205,16 +263,35 @@ class TensorData:
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"bad tensor: {error}") from None
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        """The fields as a dictionary."""
-        return self.to_wire()
+    def _full(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.FIELDS}
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return pydantic_schema(cls)
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy, with some fields replaced; the arrays are shared unless `deep`."""
+        source = copy.deepcopy(self) if deep else self
+        fields = (source._values, source.dtype, source.shape, source._crow, source._col)
+        return type(self)(**dict(zip(self.FIELDS, fields, strict=True)) | dict(update or {}))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, TensorData):
+            return NotImplemented
+        if (self.dtype, self._shape(), self.is_sparse) != (other.dtype, other._shape(), other.is_sparse):
+            return False
+        same = np.array_equal(self._values, other._values, equal_nan=self.dtype == "float32")
+        if self._crow is None or other._crow is None or self._col is None or other._col is None:
+            return same
+        return same and np.array_equal(self._crow, other._crow) and np.array_equal(self._col, other._col)
+
+    def _shape(self) -> list[int]:
+        return [self._values.size] if self.shape is None else self.shape
+
+    def __hash__(self) -> int:
+        return hash((self.dtype, self.is_sparse, *self._shape()))
 
     def __repr__(self) -> str:
-        shape = self.shape if self.shape is not None else [self._values.size]
+        shape = self._shape()
         preview = np.array2string(self._values[:6], separator=", ", threshold=6)
         sparse = ", sparse" if self.is_sparse else ""
         return f"TensorData({preview}{'…' if self._values.size > 6 else ''}, {self.dtype}, shape={shape}{sparse})"

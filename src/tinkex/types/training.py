@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import math
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
 from tinkex.types.inputs import Datum, LossFnOutput
-from tinkex.types.record import Record, pydantic_schema
+from tinkex.types.record import Fixed, Record, Wired, from_builtins, number, put, settle, whole
 from tinkex.types.tensors import TensorData
 
 ModelID: TypeAlias = str
@@ -28,15 +31,24 @@ class LoraConfig(Record, frozen=True, kw_only=True):
     train_mlp: bool = True
     train_attn: bool = True
 
+    def __post_init__(self) -> None:
+        settle(self, "rank", whole(self.rank, "rank"))
 
-class OptimizerConfigBase:
-    """The optimizer a model is created with; kinds this version does not know are passed through unchanged."""
+
+class _Open(Fixed):
+    """An object with a `type` and whatever else was given: kinds unknown to this version pass through unchanged."""
 
     __slots__ = ("_extra", "type")
+    KIND: ClassVar[str | None] = None
+
+    type: str
+    _extra: dict[str, Any]
 
     def __init__(self, *, type: str, **extra: Any) -> None:
-        self.type = type
-        self._extra = extra
+        if self.KIND is not None and type != self.KIND:
+            raise ValueError(f"{self.__class__.__name__}.type must be {self.KIND!r}, got {type!r}")
+        put(self, "type", type)
+        put(self, "_extra", extra)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and name in self._extra:
@@ -50,27 +62,41 @@ class OptimizerConfigBase:
     @classmethod
     def from_wire(cls, value: Any) -> Self:
         """Read the JSON form, as the class that its `type` names."""
-        if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
+        if not isinstance(value, Mapping) or not isinstance(value.get("type", cls.KIND), str):
             raise ValueError("an optimizer must be an object with a type")
-        kind = next((known for known in cls.__subclasses__() if value["type"] == known.KIND), cls)  # type: ignore[attr-defined]
-        return kind(**value)
+        kind = next((known for known in cls.__subclasses__() if value.get("type") == known.KIND), cls)
+        try:
+            return kind(**value)
+        except (TypeError, ValueError) as error:
+            if kind is not cls:  # a later version of a known kind, perhaps: kept as it is
+                return cls(**value)
+            raise ValueError(f"bad {kind.__name__}: {error}") from None
 
-    def model_dump(self, **_: Any) -> dict[str, Any]:
-        """The fields as a dictionary."""
-        return self.to_wire()
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return pydantic_schema(cls)
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy, with some fields replaced."""
+        return type(self)(**(copy.deepcopy(self) if deep else self).to_wire() | dict(update or {}))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OptimizerConfigBase) and self.to_wire() == other.to_wire()
+        return isinstance(other, type(self)) and self.to_wire() == other.to_wire()
 
     def __hash__(self) -> int:
         return hash(self.type)
 
     def __repr__(self) -> str:
         return f"{self.__class__.__name__}({', '.join(f'{k}={v!r}' for k, v in self.to_wire().items())})"
+
+    def __reduce__(self) -> Any:
+        return (_reopen, (type(self), self.to_wire()))
+
+
+def _reopen(kind: type[_Open], fields: dict[str, Any]) -> _Open:
+    return kind(**fields)
+
+
+class OptimizerConfigBase(_Open):
+    """The optimizer a model is created with; kinds this version does not know are passed through unchanged."""
+
+    __slots__ = ()
 
 
 class AdamOptimizerConfig(OptimizerConfigBase):
@@ -89,11 +115,13 @@ class DimuonOptimizerConfig(OptimizerConfigBase):
     __slots__ = ()
     KIND = "dimuon"
 
-    def __init__(self, *, type: Literal["dimuon"] = "dimuon", version: int = 1) -> None:
+    def __init__(self, *, type: Literal["dimuon"] = "dimuon", version: Literal[1] = 1) -> None:
+        if version != 1:
+            raise ValueError(f"DimuonOptimizerConfig.version must be 1, got {version!r}")
         super().__init__(type=type, version=version)
 
 
-OptimizerConfig: TypeAlias = OptimizerConfigBase
+OptimizerConfig: TypeAlias = AdamOptimizerConfig | OptimizerConfigBase
 
 
 class AdamParams(Record, frozen=True, kw_only=True):
@@ -111,23 +139,70 @@ class AdamParams(Record, frozen=True, kw_only=True):
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if type(value := getattr(self, name)) is not float and not isinstance(value, str | bytes | bool):
+                settle(self, name, number(value, name))
 
-class DimuonParams(Record, frozen=True, kw_only=True):
-    """The hyper-parameters of one Dimuon step."""
+    def validate(self) -> Self:
+        """The same, if every value makes sense; the constructor itself takes any numbers, as servers may.
+
+        Raises:
+            ValueError: Names the first field that is out of range.
+        """
+        for name in self.__struct_fields__:
+            number(getattr(self, name), name)
+        rules: dict[str, tuple[bool, str]] = {
+            "learning_rate": (self.learning_rate > 0, "greater than 0"),
+            "beta1": (0 <= self.beta1 < 1, "in [0, 1)"),
+            "beta2": (0 <= self.beta2 < 1, "in [0, 1)"),
+            "eps": (self.eps > 0, "greater than 0"),
+            "weight_decay": (self.weight_decay >= 0, "at least 0"),
+            "grad_clip_norm": (self.grad_clip_norm >= 0, "at least 0"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds or not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
+        return self
+
+
+class OptimParamsBase(_Open):
+    """The hyper-parameters of one step of an optimizer other than AdamW; unknown kinds pass through unchanged."""
+
+    __slots__ = ()
+
+
+class DimuonParams(OptimParamsBase):
+    """The hyper-parameters of one Dimuon step; a clip norm of zero means off."""
+
+    __slots__ = ()
+    KIND = "dimuon"
 
     learning_rate: float
-    grad_clip_norm: float = 0.0
-    beta1: float = 0.9
-    type: Literal["dimuon"] = "dimuon"
+    grad_clip_norm: float
+    beta1: float
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.learning_rate < float("inf"):
+    def __init__(
+        self,
+        *,
+        learning_rate: float,
+        grad_clip_norm: float = 0.0,
+        beta1: float = 0.9,
+        type: Literal["dimuon"] = "dimuon",
+    ) -> None:
+        fields = {"learning_rate": learning_rate, "grad_clip_norm": grad_clip_norm, "beta1": beta1}
+        fields = {name: number(value, name) for name, value in fields.items()}
+        for name, value in fields.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number")
+        if fields["learning_rate"] < 0:
             raise ValueError("learning_rate must be a number >= 0")
-        if not 0 <= self.beta1 < 1:
+        if not 0 <= fields["beta1"] < 1:
             raise ValueError("beta1 must be in [0, 1)")
+        super().__init__(type=type, **fields)
 
 
-OptimParams: TypeAlias = AdamParams | DimuonParams
+OptimParams: TypeAlias = AdamParams | OptimParamsBase
 
 
 class CreateModelRequest(Record, frozen=True, kw_only=True):
@@ -147,6 +222,20 @@ class CreateModelResponse(Record, frozen=True, kw_only=True):
 
     model_id: ModelID
     type: Literal["create_model"] = "create_model"
+
+
+class UnloadModelRequest(Record, frozen=True, kw_only=True):
+    """Free what a training run holds on the server."""
+
+    model_id: ModelID
+    type: Literal["unload_model"] = "unload_model"
+
+
+class UnloadModelResponse(Record, frozen=True, kw_only=True):
+    """The training run that was freed."""
+
+    model_id: ModelID
+    type: Literal["unload_model"] | None = None
 
 
 class ModelData(Record, frozen=True, kw_only=True):
@@ -184,15 +273,26 @@ class UntypedAPIFuture(Record, frozen=True, kw_only=True):
     sample_sequence_ids: list[str] | None = None
 
 
-class ForwardBackwardInput(Record, frozen=True, kw_only=True):
+if TYPE_CHECKING:
+    Data: TypeAlias = list[Datum]
+else:
+    # msgspec would take a dataclass apart by itself; data are read by their own rules below.
+    Data = list[Any]
+
+
+class ForwardBackwardInput(Record, frozen=True):
     """Data and loss of one pass."""
 
-    data: list[Datum]
+    data: Data
     loss_fn: str
     loss_fn_config: dict[str, float | str] | None = None
 
+    def __post_init__(self) -> None:
+        if not all(isinstance(datum, Datum) for datum in self.data):
+            settle(self, "data", [Datum.model_validate(datum) for datum in self.data])
 
-class ForwardBackwardRequest(Record, frozen=True, kw_only=True):
+
+class ForwardBackwardRequest(Record, frozen=True):
     """A pass over data: forward only, or with its gradient added to the model's buffer."""
 
     forward_backward_input: ForwardBackwardInput
@@ -201,7 +301,7 @@ class ForwardBackwardRequest(Record, frozen=True, kw_only=True):
     forward_only: bool = False
 
 
-class ForwardRequest(Record, frozen=True, kw_only=True):
+class ForwardRequest(Record, frozen=True):
     """A forward pass, as clients before 0.25 send it."""
 
     forward_input: ForwardBackwardInput
@@ -209,10 +309,15 @@ class ForwardRequest(Record, frozen=True, kw_only=True):
     seq_id: int | None = None
 
 
-class ForwardBackwardOutput:
+@dataclasses.dataclass(init=False, repr=False, frozen=True, slots=True)
+class ForwardBackwardOutput(Wired):
     """One record of tensors per datum, in the order of the data, and metrics named `name:reduction`."""
 
-    __slots__ = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
+    FIELDS: ClassVar[tuple[str, ...]] = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
+
+    loss_fn_output_type: str
+    loss_fn_outputs: list[LossFnOutput]
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __init__(
         self,
@@ -220,9 +325,14 @@ class ForwardBackwardOutput:
         loss_fn_outputs: list[LossFnOutput],
         metrics: dict[str, float] | None = None,
     ) -> None:
-        self.loss_fn_output_type = loss_fn_output_type
-        self.loss_fn_outputs = loss_fn_outputs
-        self.metrics: dict[str, float] = metrics or {}
+        put(self, "loss_fn_output_type", loss_fn_output_type)
+        put(self, "loss_fn_outputs", loss_fn_outputs)
+        put(self, "metrics", {} if metrics is None else metrics)
+
+    @property
+    def loss(self) -> float | None:
+        """The loss among the metrics: the one of that name, else the sum; None when there is neither."""
+        return self.metrics.get("loss", self.metrics.get("loss:sum"))
 
     def to_wire(self) -> dict[str, Any]:
         """JSON form, as older dialects use it."""
@@ -245,6 +355,9 @@ class ForwardBackwardOutput:
         ]
         return cls(str(value.get("loss_fn_output_type", "")), outputs, dict(value.get("metrics") or {}))
 
+    def __hash__(self) -> int:
+        return hash((self.loss_fn_output_type, len(self.loss_fn_outputs), *self.metrics))
+
     def __repr__(self) -> str:
         return f"ForwardBackwardOutput({len(self.loss_fn_outputs)} outputs, metrics={self.metrics!r})"
 
@@ -252,18 +365,67 @@ class ForwardBackwardOutput:
         return (type(self), (self.loss_fn_output_type, self.loss_fn_outputs, self.metrics))
 
 
+if TYPE_CHECKING:
+    AnyParams: TypeAlias = OptimParams | Mapping[str, Any] | None
+else:
+    AnyParams = dict[str, Any] | None
+
+
 class OptimStepRequest(Record, frozen=True, kw_only=True):
-    """Apply the accumulated gradient; exactly one of the two parameter sets is given."""
+    """Apply the accumulated gradient.
+
+    The parameters may be given under any of three names, once. Afterwards `optim_params` has them; they are sent as
+    `adam_params` when they are AdamW's, else as `optimizer_params`, and the other of the two is None.
+    """
+
+    NOT_SENT: ClassVar[frozenset[str]] = frozenset({"optim_params"})
 
     model_id: ModelID
     seq_id: int | None = None
+    optim_params: AnyParams = None
     adam_params: AdamParams | None = None
-    optimizer_params: dict[str, Any] | None = None
+    optimizer_params: AnyParams = None
     type: Literal["optim_step"] = "optim_step"
+
+    def __post_init__(self) -> None:
+        given = {id(params): params for name in _PARAMS if (params := getattr(self, name)) is not None}
+        if len(given) != 1:
+            raise ValueError("an optimizer step needs parameters, once: optim_params, adam_params or optimizer_params")
+        params = _optim_params(*given.values())
+        settle(self, "optim_params", params)
+        settle(self, "adam_params", params if isinstance(params, AdamParams) else None)
+        settle(self, "optimizer_params", params if isinstance(params, OptimParamsBase) else None)
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """The fields as a dictionary, as they are sent."""
+        dumped = super().model_dump(**options)
+        return {name: value for name, value in dumped.items() if value is not None or name not in _PARAMS}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy, with some fields replaced."""
+        update = dict(update or {})
+        if not update.keys().isdisjoint(_PARAMS):
+            update = dict.fromkeys(_PARAMS) | update
+        return super().model_copy(update=update, deep=deep)
+
+
+_PARAMS = ("optim_params", "adam_params", "optimizer_params")
+
+
+def _optim_params(value: Any) -> OptimParams:
+    if isinstance(value, AdamParams | OptimParamsBase):
+        return value
+    if isinstance(value, Mapping) and "type" in value:
+        return OptimParamsBase.from_wire(value)
+    return from_builtins(AdamParams, value)
 
 
 class OptimStepResponse(Record, frozen=True, kw_only=True):
     """What the step did."""
 
     metrics: dict[str, float] | None = None
-    type: Literal["optim_step"] | None = None
+
+    @property
+    def success(self) -> bool:
+        """Always true: a step that fails is an error instead."""
+        return True

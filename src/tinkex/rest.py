@@ -1,0 +1,818 @@
+"""RestClient and AdminClient: what is stored on the server, and who used it. Neither opens a session.
+
+Every method starts at once and returns a `Future` to await or to ask for its `.result()`; its `_async` twin gives the
+value. What can be checked here is checked before anything is sent, and raises ValueError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import datetime as dt
+import logging
+import os
+import threading
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
+
+import msgspec
+
+from tinkex import protocol
+from tinkex.config import Config
+from tinkex.errors import APIResponseValidationError, ExperimentalWarning
+from tinkex.futures import Future, start
+from tinkex.protocol import PROTOCOL_VERSION, Operation
+from tinkex.transport import Reply, Transport
+from tinkex.types.account import (
+    AuditEventType,
+    AuditLogResponse,
+    AuthTokenResponse,
+    BillingUsageResponse,
+    CurrentCheckpointStorageUsageResponse,
+    GetBillingUsageRequest,
+    WhoamiResponse,
+)
+from tinkex.types.checkpoints import (
+    SCHEME,
+    CheckpointArchiveUrlResponse,
+    CheckpointsListResponse,
+    CopyWeightsRequest,
+    CopyWeightsResponse,
+    ExternalWeightsUrlsResponse,
+    ParsedCheckpointTinkerPath,
+    SetCheckpointTtlRequest,
+    TrainingRun,
+    TrainingRunsResponse,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
+from tinkex.types.record import to_builtins
+from tinkex.types.sampling import GetSamplerResponse
+from tinkex.types.sessions import (
+    AssignSessionProjectRequest,
+    ClientConfigRequest,
+    ClientConfigResponse,
+    Empty,
+    GetSessionResponse,
+    ListSessionsResponse,
+    SessionSearchRequest,
+    SessionSearchResponse,
+    SessionTraceExportResponse,
+)
+from tinkex.types.training import ModelID
+
+if TYPE_CHECKING:
+    from tinkex.session import Session
+
+T = TypeVar("T")
+logger = logging.getLogger("tinkex")
+
+AccessScope: TypeAlias = Literal["owned", "accessible"]
+
+TRACE_POLL_SECONDS = 5.0
+ARCHIVE_ATTEMPTS = 6
+ARCHIVE_RETRY_SECONDS = 30.0
+ARCHIVE_LIFETIME = dt.timedelta(minutes=15)
+"""How long an archive's address is good for when the server does not say."""
+
+
+class _Client:
+    """What both clients are: a transport, their own or a session's, and a way to call over it."""
+
+    def __init__(
+        self, _session: Session | None = None, *, base_url: str | None = None, api_key: str | None = None
+    ) -> None:
+        if _session is not None and (base_url is not None or api_key is not None):
+            raise ValueError(f"{type(self).__name__} takes a session or base_url and api_key, not both")
+        self._session = _session
+        self._config = _session.config if _session else Config.resolve(base_url=base_url, api_key=api_key)
+        self._own: Transport | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def _transport(self) -> Transport:
+        if self._session is not None:
+            return self._session.transport
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{type(self).__name__} is closed")
+            if self._own is None:
+                self._own = Transport(self._config)
+                # Nobody need close a client: its connections go when it does.
+                weakref.finalize(self, _close, self._own).atexit = False
+            return self._own
+
+    def close(self) -> Future[None]:
+        """Let go of the connections, if they are this client's own."""
+        with self._lock:
+            self._closed, own, self._own = True, self._own, None
+        return start(_closing(own))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close().result(timeout=30)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(base_url={self._config.base_url!r})"
+
+    def _start(self, work: Callable[[Transport], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Begin work over the transport; the client stays until it is done."""
+        transport = self._transport
+
+        async def working(client: _Client) -> T:
+            return await work(transport)
+
+        return start(working(self))
+
+    def _call(
+        self,
+        method: str,
+        op: Operation,
+        request: Any = None,
+        *,
+        path: Mapping[str, str] | None = None,
+        query: Mapping[str, object] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Future[Any]:
+        """Call an operation on behalf of a public method."""
+        sent = {**_sdk_headers(method), **(headers or {})}
+
+        async def work(transport: Transport) -> Any:
+            answer = await transport.call(op, request, path=path, query=query, headers=sent)
+            return None if isinstance(answer, Empty) else answer
+
+        return self._start(work)
+
+    def _audit_log(self, event_type: AuditEventType, day: dt.date | None) -> Future[AuditLogResponse]:
+        if event_type not in get_args(AuditEventType):
+            raise ValueError(f"event_type is {event_type!r}; expected one of {', '.join(get_args(AuditEventType))}")
+        if day is not None and not isinstance(day, dt.date):
+            raise ValueError(f"day must be a date, got {day!r}")
+        date = day.date() if isinstance(day, dt.datetime) else day
+        query = {"event_type": event_type, "day": date.isoformat() if date else None}
+        return self._call("get_audit_log", protocol.GET_AUDIT_LOG, query=query)
+
+    def _billing_usage(
+        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
+    ) -> Future[BillingUsageResponse]:
+        span = GetBillingUsageRequest(
+            starting_on=_time("starting_on", starting_on), ending_before=_time("ending_before", ending_before)
+        )
+        return self._call("get_billing_usage", protocol.GET_BILLING_USAGE, query=to_builtins(span))
+
+    def _storage_usage(self, project_id: str | None) -> Future[CurrentCheckpointStorageUsageResponse]:
+        op = protocol.GET_CURRENT_CHECKPOINT_STORAGE_USAGE
+        return self._call("get_current_checkpoint_storage_usage", op, query={"project_id": project_id})
+
+
+class RestClient(_Client):
+    """Training runs, checkpoints and sessions: look them up, share them, copy them, let them expire.
+
+    Args:
+        _session: The session of a ServiceClient whose connections to use; instead of the other two.
+        base_url: The server; TINKER_BASE_URL by default.
+        api_key: The key; TINKER_API_KEY by default.
+
+    Example:
+        >>> rest = RestClient()  # doctest: +SKIP
+        >>> for checkpoint in rest.list_user_checkpoints().result().checkpoints:  # doctest: +SKIP
+        ...     print(checkpoint.tinker_path, checkpoint.size_bytes)
+    """
+
+    # ── training runs ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def get_training_run(
+        self, training_run_id: ModelID, access_scope: AccessScope | None = "owned"
+    ) -> Future[TrainingRun]:
+        """Look a training run up.
+
+        Args:
+            training_run_id: The run.
+            access_scope: "owned" for one's own runs, "accessible" for all that one may see; None leaves it open.
+        """
+        return self._get_training_run("get_training_run", training_run_id, access_scope)
+
+    async def get_training_run_async(
+        self, training_run_id: ModelID, access_scope: AccessScope | None = "owned"
+    ) -> TrainingRun:
+        """Like `get_training_run`."""
+        return await self.get_training_run(training_run_id, access_scope)
+
+    def get_training_run_by_tinker_path(
+        self, tinker_path: str, access_scope: AccessScope | None = "owned"
+    ) -> Future[TrainingRun]:
+        """Look up the training run that a checkpoint belongs to."""
+        run = _checkpoint(tinker_path)["training_run_id"]
+        return self._get_training_run("get_training_run_by_tinker_path", run, access_scope)
+
+    async def get_training_run_by_tinker_path_async(
+        self, tinker_path: str, access_scope: AccessScope | None = "owned"
+    ) -> TrainingRun:
+        """Like `get_training_run_by_tinker_path`."""
+        return await self.get_training_run_by_tinker_path(tinker_path, access_scope)
+
+    def _get_training_run(self, method: str, run: str, scope: AccessScope | None) -> Future[TrainingRun]:
+        path = {"training_run_id": _part("training_run_id", run)}
+        return self._call(method, protocol.GET_TRAINING_RUN, path=path, query=_scope(scope))
+
+    def list_training_runs(
+        self,
+        limit: int = 20,
+        offset: int = 0,
+        access_scope: AccessScope | None = "owned",
+        project_id: str | None = None,
+    ) -> Future[TrainingRunsResponse]:
+        """List training runs, a page at a time.
+
+        Args:
+            limit: How many to give at most.
+            offset: How many to pass over.
+            access_scope: "owned" or "accessible".
+            project_id: Only the runs of this project.
+        """
+        query = {"limit": limit, "offset": offset, **_scope(access_scope), "project_id": project_id}
+        return self._call("list_training_runs", protocol.LIST_TRAINING_RUNS, query=query)
+
+    async def list_training_runs_async(
+        self,
+        limit: int = 20,
+        offset: int = 0,
+        access_scope: AccessScope | None = "owned",
+        project_id: str | None = None,
+    ) -> TrainingRunsResponse:
+        """Like `list_training_runs`."""
+        return await self.list_training_runs(limit, offset, access_scope, project_id)
+
+    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def get_weights_info_by_tinker_path(self, tinker_path: str) -> Future[WeightsInfoResponse]:
+        """What a checkpoint holds; the server judges the path."""
+        request = WeightsInfoRequest(tinker_path=tinker_path)
+        return self._call("get_weights_info_by_tinker_path", protocol.WEIGHTS_INFO, request)
+
+    async def get_weights_info_by_tinker_path_async(self, tinker_path: str) -> WeightsInfoResponse:
+        """Like `get_weights_info_by_tinker_path`."""
+        return await self.get_weights_info_by_tinker_path(tinker_path)
+
+    def list_checkpoints(self, training_run_id: ModelID) -> Future[CheckpointsListResponse]:
+        """List the checkpoints of a training run."""
+        path = {"training_run_id": _part("training_run_id", training_run_id)}
+        return self._call("list_checkpoints", protocol.LIST_CHECKPOINTS, path=path)
+
+    async def list_checkpoints_async(self, training_run_id: ModelID) -> CheckpointsListResponse:
+        """Like `list_checkpoints`."""
+        return await self.list_checkpoints(training_run_id)
+
+    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> Future[CheckpointsListResponse]:
+        """List the checkpoints of all one's training runs, a page at a time."""
+        query = {"limit": limit, "offset": offset}
+        return self._call("list_user_checkpoints", protocol.LIST_USER_CHECKPOINTS, query=query)
+
+    async def list_user_checkpoints_async(self, limit: int = 100, offset: int = 0) -> CheckpointsListResponse:
+        """Like `list_user_checkpoints`."""
+        return await self.list_user_checkpoints(limit, offset)
+
+    def get_external_weights_urls(self, tinker_path: str) -> Future[ExternalWeightsUrlsResponse]:
+        """Signed addresses of the files of an exported checkpoint.
+
+        Raises:
+            ValueError: The path is malformed, or not of an exported checkpoint.
+        """
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+        if parsed.checkpoint_type != "external":
+            raise ValueError(f"{tinker_path!r} is no export; expected tinker://<run>/external_weights/<name>")
+        path = _checkpoint(tinker_path)
+        return self._call("get_external_weights_urls", protocol.GET_EXTERNAL_WEIGHTS_URLS, path=path)
+
+    async def get_external_weights_urls_async(self, tinker_path: str) -> ExternalWeightsUrlsResponse:
+        """Like `get_external_weights_urls`."""
+        return await self.get_external_weights_urls(tinker_path)
+
+    def get_checkpoint_archive_url(
+        self,
+        training_run_id: str,
+        checkpoint_id: str | None = None,
+        *,
+        max_retries: int = ARCHIVE_ATTEMPTS,
+        retry_delay: float = ARCHIVE_RETRY_SECONDS,
+    ) -> Future[CheckpointArchiveUrlResponse]:
+        """The signed address of a checkpoint packed into one file, once a server that still packs has done so.
+
+        Args:
+            training_run_id: The run, or the whole `tinker://` path of a checkpoint.
+            checkpoint_id: `<kind>/<name>`, when the first argument is a run.
+            max_retries: How many times to ask in all; only the answer "still packing" (503) is worth another try.
+            retry_delay: Seconds between one try and the next.
+
+        Raises:
+            ValueError: The checkpoint is malformed, or `max_retries` is less than one.
+        """
+        return self._archive("get_checkpoint_archive_url", training_run_id, checkpoint_id, max_retries, retry_delay)
+
+    async def get_checkpoint_archive_url_async(
+        self,
+        training_run_id: str,
+        checkpoint_id: str | None = None,
+        *,
+        max_retries: int = ARCHIVE_ATTEMPTS,
+        retry_delay: float = ARCHIVE_RETRY_SECONDS,
+    ) -> CheckpointArchiveUrlResponse:
+        """Like `get_checkpoint_archive_url`."""
+        return await self.get_checkpoint_archive_url(
+            training_run_id, checkpoint_id, max_retries=max_retries, retry_delay=retry_delay
+        )
+
+    def get_checkpoint_archive_url_from_tinker_path(
+        self, tinker_path: str, *, max_retries: int = ARCHIVE_ATTEMPTS, retry_delay: float = ARCHIVE_RETRY_SECONDS
+    ) -> Future[CheckpointArchiveUrlResponse]:
+        """Like `get_checkpoint_archive_url` with a path."""
+        name = "get_checkpoint_archive_url_from_tinker_path"
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+        return self._archive(name, parsed.training_run_id, parsed.checkpoint_id, max_retries, retry_delay)
+
+    async def get_checkpoint_archive_url_from_tinker_path_async(
+        self, tinker_path: str, *, max_retries: int = ARCHIVE_ATTEMPTS, retry_delay: float = ARCHIVE_RETRY_SECONDS
+    ) -> CheckpointArchiveUrlResponse:
+        """Like `get_checkpoint_archive_url_from_tinker_path`."""
+        return await self.get_checkpoint_archive_url_from_tinker_path(
+            tinker_path, max_retries=max_retries, retry_delay=retry_delay
+        )
+
+    def _archive(
+        self, method: str, run: str, checkpoint_id: str | None, attempts: int, delay: float
+    ) -> Future[CheckpointArchiveUrlResponse]:
+        path = _checkpoint(run, checkpoint_id)
+        if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
+            raise ValueError(f"max_retries must be at least 1, got {attempts!r}")
+        if delay < 0:
+            raise ValueError(f"retry_delay must not be negative, got {delay!r}")
+        op = protocol.GET_CHECKPOINT_ARCHIVE
+
+        async def work(transport: Transport) -> CheckpointArchiveUrlResponse:
+            for attempt in range(1, attempts + 1):
+                reply = await transport.once(op, path=path, headers=_sdk_headers(method))
+                if reply.status != 503 or attempt == attempts:
+                    break
+                await asyncio.sleep(delay)
+            if (url := transport.address(op, path, reply)) is not None:
+                return CheckpointArchiveUrlResponse(url=url, expires=_expiry(reply))
+            if reply.status >= 300:
+                error = transport.refusal(op, reply)
+                error.attempts = attempt
+                raise error
+            answer: CheckpointArchiveUrlResponse = transport.decode(op, op.response, reply)
+            return answer
+
+        return self._start(work)
+
+    def delete_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> Future[None]:
+        """Delete a checkpoint for good.
+
+        Args:
+            training_run_id: The run, or the whole `tinker://` path of a checkpoint.
+            checkpoint_id: `<kind>/<name>`, when the first argument is a run.
+        """
+        path = _checkpoint(training_run_id, checkpoint_id)
+        return self._call("delete_checkpoint", protocol.DELETE_CHECKPOINT, path=path)
+
+    async def delete_checkpoint_async(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> None:
+        """Like `delete_checkpoint`."""
+        await self.delete_checkpoint(training_run_id, checkpoint_id)
+
+    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+        """Delete a checkpoint for good."""
+        path = _checkpoint(tinker_path)
+        return self._call("delete_checkpoint_from_tinker_path", protocol.DELETE_CHECKPOINT, path=path)
+
+    async def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
+        """Like `delete_checkpoint_from_tinker_path`."""
+        await self.delete_checkpoint_from_tinker_path(tinker_path)
+
+    def publish_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> Future[None]:
+        """Let everyone use a checkpoint; the arguments are those of `delete_checkpoint`."""
+        path = _checkpoint(training_run_id, checkpoint_id)
+        return self._call("publish_checkpoint", protocol.PUBLISH_CHECKPOINT, path=path)
+
+    async def publish_checkpoint_async(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> None:
+        """Like `publish_checkpoint`."""
+        await self.publish_checkpoint(training_run_id, checkpoint_id)
+
+    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+        """Let everyone use a checkpoint."""
+        path = _checkpoint(tinker_path)
+        return self._call("publish_checkpoint_from_tinker_path", protocol.PUBLISH_CHECKPOINT, path=path)
+
+    async def publish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
+        """Like `publish_checkpoint_from_tinker_path`."""
+        await self.publish_checkpoint_from_tinker_path(tinker_path)
+
+    def unpublish_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> Future[None]:
+        """Keep a published checkpoint to oneself again; the arguments are those of `delete_checkpoint`."""
+        path = _checkpoint(training_run_id, checkpoint_id)
+        return self._call("unpublish_checkpoint", protocol.UNPUBLISH_CHECKPOINT, path=path)
+
+    async def unpublish_checkpoint_async(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> None:
+        """Like `unpublish_checkpoint`."""
+        await self.unpublish_checkpoint(training_run_id, checkpoint_id)
+
+    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+        """Keep a published checkpoint to oneself again."""
+        path = _checkpoint(tinker_path)
+        return self._call("unpublish_checkpoint_from_tinker_path", protocol.UNPUBLISH_CHECKPOINT, path=path)
+
+    async def unpublish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
+        """Like `unpublish_checkpoint_from_tinker_path`."""
+        await self.unpublish_checkpoint_from_tinker_path(tinker_path)
+
+    def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> Future[None]:
+        """Let a checkpoint expire after so many seconds from now; None keeps it for good."""
+        path, request = _checkpoint(tinker_path), SetCheckpointTtlRequest(ttl_seconds=_ttl(ttl_seconds))
+        return self._call("set_checkpoint_ttl_from_tinker_path", protocol.SET_CHECKPOINT_TTL, request, path=path)
+
+    async def set_checkpoint_ttl_from_tinker_path_async(self, tinker_path: str, ttl_seconds: int | None) -> None:
+        """Like `set_checkpoint_ttl_from_tinker_path`."""
+        await self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds)
+
+    def copy_weights(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> Future[str]:
+        """Copy a checkpoint into a project; the future gives the copy's path.
+
+        Args:
+            path: The checkpoint; the server judges the path.
+            destination_project_id: The project; TINKER_PROJECT_ID by default.
+            ttl_seconds: Seconds after which the copy expires; never by default.
+            weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+
+        Raises:
+            ValueError: Nothing names a project.
+        """
+        project = destination_project_id or os.environ.get("TINKER_PROJECT_ID", "").strip()
+        if not project:
+            raise ValueError("give destination_project_id, or set TINKER_PROJECT_ID")
+        request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=_ttl(ttl_seconds))
+        headers = {**_sdk_headers("copy_weights"), "X-Idempotency-Key": str(uuid.uuid4())}
+        if weights_access_token is not None:
+            headers["X-Tinker-Weights-Access-Token"] = weights_access_token
+
+        async def work(transport: Transport) -> str:
+            copied: CopyWeightsResponse = await transport.call(protocol.COPY_WEIGHTS, request, headers=headers)
+            return copied.tinker_path
+
+        return self._start(work)
+
+    async def copy_weights_async(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> str:
+        """Like `copy_weights`."""
+        return await self.copy_weights(
+            path, destination_project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
+        )
+
+    # ── sessions and samplers ────────────────────────────────────────────────────────────────────────────────────
+
+    def get_session(self, session_id: str, access_scope: AccessScope | None = "owned") -> Future[GetSessionResponse]:
+        """The training runs and samplers of a session."""
+        path = {"session_id": _part("session_id", session_id)}
+        return self._call("get_session", protocol.GET_SESSION, path=path, query=_scope(access_scope))
+
+    async def get_session_async(
+        self, session_id: str, access_scope: AccessScope | None = "owned"
+    ) -> GetSessionResponse:
+        """Like `get_session`."""
+        return await self.get_session(session_id, access_scope)
+
+    def list_sessions(
+        self, limit: int = 20, offset: int = 0, access_scope: AccessScope | None = "owned"
+    ) -> Future[ListSessionsResponse]:
+        """List the ids of sessions, a page at a time."""
+        query = {"limit": limit, "offset": offset, **_scope(access_scope)}
+        return self._call("list_sessions", protocol.LIST_SESSIONS, query=query)
+
+    async def list_sessions_async(
+        self, limit: int = 20, offset: int = 0, access_scope: AccessScope | None = "owned"
+    ) -> ListSessionsResponse:
+        """Like `list_sessions`."""
+        return await self.list_sessions(limit, offset, access_scope)
+
+    def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
+        """Move a session, with its runs and samplers, into a project."""
+        path = {"session_id": _part("session_id", session_id)}
+        request = AssignSessionProjectRequest(project_id=project_id)
+        return self._call("assign_session_project", protocol.ASSIGN_SESSION_PROJECT, request, path=path)
+
+    async def assign_session_project_async(self, session_id: str, project_id: str) -> None:
+        """Like `assign_session_project`."""
+        await self.assign_session_project(session_id, project_id)
+
+    def export_session_trace(self, session_id: str, *, poll_seconds: float = TRACE_POLL_SECONDS) -> Future[str]:
+        """Have a session's timeline written as a Perfetto trace; the future gives a signed address to fetch it from.
+
+        Args:
+            session_id: The session.
+            poll_seconds: Seconds between one look at how far it is and the next.
+
+        Raises:
+            RuntimeError: The future's, when the trace could not be made.
+        """
+        path = {"session_id": _part("session_id", session_id)}
+        op, headers = protocol.EXPORT_SESSION_TRACE, _sdk_headers("export_session_trace")
+
+        async def work(transport: Transport) -> str:
+            told = False
+            while True:
+                answer: SessionTraceExportResponse = await transport.call(op, path=path, headers=headers)
+                if answer.status == "failed":
+                    raise RuntimeError(f"the trace of session {session_id} could not be made: {answer.error}")
+                if answer.status == "ready":
+                    if answer.url is None:
+                        raise APIResponseValidationError(f"{op.name} at {transport.place}: ready, but without a url")
+                    return answer.url
+                if not told:
+                    logger.warning("the trace of session %s is being made; that may take a while", session_id)
+                    told = True
+                await asyncio.sleep(poll_seconds)
+
+        return self._start(work)
+
+    async def export_session_trace_async(self, session_id: str, *, poll_seconds: float = TRACE_POLL_SECONDS) -> str:
+        """Like `export_session_trace`."""
+        return await self.export_session_trace(session_id, poll_seconds=poll_seconds)
+
+    def search_sessions(self, request: SessionSearchRequest) -> Future[SessionSearchResponse]:
+        """Search sessions, newest first. Experimental: it may change in any release.
+
+        A page's `next_cursor` is the next request's `cursor`; the last page has none.
+        """
+        _warn_experimental("search_sessions")
+        return self._call("search_sessions", protocol.SEARCH_SESSIONS, request)
+
+    def search_sessions_async(self, request: SessionSearchRequest) -> Coroutine[Any, Any, SessionSearchResponse]:
+        """Like `search_sessions`."""
+        _warn_experimental("search_sessions_async")
+        return _value(self._call("search_sessions", protocol.SEARCH_SESSIONS, request))
+
+    def get_sampler(self, sampler_id: str) -> Future[GetSamplerResponse]:
+        """What a sampler samples from."""
+        return self._call("get_sampler", protocol.GET_SAMPLER, path={"sampler_id": _part("sampler_id", sampler_id)})
+
+    async def get_sampler_async(self, sampler_id: str) -> GetSamplerResponse:
+        """Like `get_sampler`."""
+        return await self.get_sampler(sampler_id)
+
+    # ── the account ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def whoami(self) -> Future[WhoamiResponse]:
+        """Whom the key belongs to, as the token that the server gives for it says.
+
+        Raises:
+            RuntimeError: The future's, when the server gives no tokens and the key is a plain one.
+        """
+        key = self._config.api_key or ""
+
+        async def work(transport: Transport) -> WhoamiResponse:
+            claims = _claims(key) if key.startswith("eyJ") else {}
+            if not str(claims.get("iss", "")).startswith("passport-"):
+                claims = await _exchange_key(transport)
+            try:
+                return WhoamiResponse(
+                    user_urn=claims["sub"],
+                    org_urn=f"tml:organization:{claims['org_id']}",
+                    email=claims.get("email") or None,
+                )
+            except KeyError as error:
+                raise RuntimeError(f"the token does not say who it is for: {error} is missing") from None
+
+        return self._start(work)
+
+    async def whoami_async(self) -> WhoamiResponse:
+        """Like `whoami`."""
+        return await self.whoami()
+
+    def get_audit_log(self, event_type: AuditEventType = "all", day: dt.date | None = None) -> Future[AuditLogResponse]:
+        """Deprecated: use `AdminClient.get_audit_log`."""
+        _warn_moved("get_audit_log")
+        return self._audit_log(event_type, day)
+
+    def get_audit_log_async(
+        self, event_type: AuditEventType = "all", day: dt.date | None = None
+    ) -> Coroutine[Any, Any, AuditLogResponse]:
+        """Deprecated: use `AdminClient.get_audit_log_async`."""
+        _warn_moved("get_audit_log_async")
+        return _value(self._audit_log(event_type, day))
+
+    def get_billing_usage(
+        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
+    ) -> Future[BillingUsageResponse]:
+        """Deprecated: use `AdminClient.get_billing_usage`."""
+        _warn_moved("get_billing_usage")
+        return self._billing_usage(starting_on, ending_before)
+
+    def get_billing_usage_async(
+        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
+    ) -> Coroutine[Any, Any, BillingUsageResponse]:
+        """Deprecated: use `AdminClient.get_billing_usage_async`."""
+        _warn_moved("get_billing_usage_async")
+        return _value(self._billing_usage(starting_on, ending_before))
+
+    def get_current_checkpoint_storage_usage(
+        self, project_id: str | None = None
+    ) -> Future[CurrentCheckpointStorageUsageResponse]:
+        """Deprecated: use `AdminClient.get_current_checkpoint_storage_usage`."""
+        _warn_moved("get_current_checkpoint_storage_usage")
+        return self._storage_usage(project_id)
+
+    def get_current_checkpoint_storage_usage_async(
+        self, project_id: str | None = None
+    ) -> Coroutine[Any, Any, CurrentCheckpointStorageUsageResponse]:
+        """Deprecated: use `AdminClient.get_current_checkpoint_storage_usage_async`."""
+        _warn_moved("get_current_checkpoint_storage_usage_async")
+        return _value(self._storage_usage(project_id))
+
+
+class AdminClient(_Client):
+    """What an organization's administrators may see: what was done, and what was used.
+
+    Args:
+        _session: The session of a ServiceClient whose connections to use; instead of the other two.
+        base_url: The server; TINKER_BASE_URL by default.
+        api_key: The key; TINKER_API_KEY by default.
+
+    Example:
+        >>> usage = AdminClient().get_billing_usage("2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z")  # doctest: +SKIP
+    """
+
+    def get_audit_log(self, event_type: AuditEventType = "all", day: dt.date | None = None) -> Future[AuditLogResponse]:
+        """What was done on a day.
+
+        Args:
+            event_type: "all", "checkpoints", "projects", "teams" or "organizations".
+            day: The day, from midnight to midnight UTC; today by default.
+        """
+        return self._audit_log(event_type, day)
+
+    async def get_audit_log_async(
+        self, event_type: AuditEventType = "all", day: dt.date | None = None
+    ) -> AuditLogResponse:
+        """Like `get_audit_log`."""
+        return await self._audit_log(event_type, day)
+
+    def get_billing_usage(
+        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
+    ) -> Future[BillingUsageResponse]:
+        """What was used, hour by hour.
+
+        Args:
+            starting_on: The first hour: a datetime, or text such as `2026-07-13T00:00:00Z`; UTC if no zone is given.
+            ending_before: The hour after the last one; at most 14 days later.
+        """
+        return self._billing_usage(starting_on, ending_before)
+
+    async def get_billing_usage_async(
+        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
+    ) -> BillingUsageResponse:
+        """Like `get_billing_usage`."""
+        return await self._billing_usage(starting_on, ending_before)
+
+    def get_current_checkpoint_storage_usage(
+        self, project_id: str | None = None
+    ) -> Future[CurrentCheckpointStorageUsageResponse]:
+        """What checkpoints take up now, in one project or in all."""
+        return self._storage_usage(project_id)
+
+    async def get_current_checkpoint_storage_usage_async(
+        self, project_id: str | None = None
+    ) -> CurrentCheckpointStorageUsageResponse:
+        """Like `get_current_checkpoint_storage_usage`."""
+        return await self._storage_usage(project_id)
+
+
+# ── what is checked before anything is sent ──────────────────────────────────────────────────────────────────────
+
+
+def _part(name: str, value: str) -> str:
+    """An id that becomes a part of a path: a dot segment or nothing at all would name another resource."""
+    if not isinstance(value, str) or value in ("", ".", ".."):
+        raise ValueError(f"{name} must be an id, got {value!r}")
+    return value
+
+
+def _checkpoint(run_or_path: str, checkpoint_id: str | None = None) -> dict[str, str]:
+    """The parts of a checkpoint's address, from its path or from its run and id."""
+    if checkpoint_id is not None:
+        _part("training_run_id", run_or_path)
+        run_or_path = f"{SCHEME}{run_or_path}/{checkpoint_id}"
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(run_or_path)
+    return {
+        "training_run_id": _part("training_run_id", parsed.training_run_id),
+        "kind": parsed.checkpoint_id.split("/", 1)[0],
+        "name": _part("the checkpoint's name", parsed.name),
+    }
+
+
+def _scope(scope: str | None) -> dict[str, object]:
+    if scope is not None and scope not in get_args(AccessScope):
+        raise ValueError(f"access_scope is {scope!r}; expected one of {', '.join(get_args(AccessScope))}")
+    return {"access_scope": scope}
+
+
+def _ttl(seconds: int | None) -> int | None:
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int) or seconds <= 0):
+        raise ValueError(f"ttl_seconds must be a positive whole number, or None for no expiry; got {seconds!r}")
+    return seconds
+
+
+def _time(name: str, value: dt.datetime | str) -> dt.datetime:
+    if isinstance(value, dt.datetime):
+        return value
+    try:
+        return dt.datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a datetime or RFC 3339 text, got {value!r}") from None
+
+
+# ── odds and ends of the answers ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _sdk_headers(method: str) -> dict[str, str]:
+    """Which method of which SDK asks; servers look at it before they retire an endpoint."""
+    return {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": method}
+
+
+def _expiry(reply: Reply) -> dt.datetime:
+    """When a redirect's address expires: its Expires header, or a quarter of an hour from now."""
+    from email.utils import parsedate_to_datetime  # used by this old endpoint alone, and not free to import
+
+    try:
+        return parsedate_to_datetime(reply.headers["expires"])
+    except (KeyError, ValueError):
+        return dt.datetime.now(dt.UTC) + ARCHIVE_LIFETIME
+
+
+def _claims(token: str) -> dict[str, Any]:
+    """What a token says, unverified: it came from the server itself, or is the caller's own."""
+    try:
+        payload = token.split(".")[1]
+        claims = msgspec.json.decode(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    except (IndexError, binascii.Error, ValueError):
+        return {}
+    return claims if isinstance(claims, dict) else {}
+
+
+async def _exchange_key(transport: Transport) -> dict[str, Any]:
+    """What the token says that the server gives in exchange for the key."""
+    hello, headers = ClientConfigRequest(sdk_version=PROTOCOL_VERSION), _sdk_headers("whoami")
+    config: ClientConfigResponse = await transport.call(protocol.CLIENT_CONFIG, hello, headers=headers)
+    if not config.pjwt_auth_enabled:
+        raise RuntimeError("whoami needs a token, but the key is a plain one and the server gives no tokens for keys")
+    token: AuthTokenResponse = await transport.call(protocol.AUTH_TOKEN, Empty(), headers=headers)
+    return _claims(token.jwt)
+
+
+def _warn_experimental(method: str) -> None:
+    warnings.warn(
+        f"RestClient.{method} is experimental: it may change or go in any release without notice",
+        ExperimentalWarning,
+        stacklevel=3,
+    )
+
+
+def _warn_moved(method: str) -> None:
+    warnings.warn(
+        f"RestClient.{method}() has moved and will go: use AdminClient.{method}(); an AdminClient is made the same way",
+        FutureWarning,
+        stacklevel=3,
+    )
+
+
+async def _value(future: Future[T]) -> T:
+    return await future
+
+
+async def _closing(transport: Transport | None) -> None:
+    if transport is not None:
+        await transport.close()
+
+
+def _close(transport: Transport) -> None:
+    start(transport.close())

@@ -1,0 +1,50 @@
+"""Two forms that records share: times that always know their zone, and messages told apart by a tag."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from tinkex.types.record import Record
+
+
+class Stamped(Record, frozen=True, kw_only=True):
+    """A record with times. One that came without a zone is UTC: mixing the two kinds would fail when compared."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, dt.datetime) and value.tzinfo is None:
+                msgspec.structs.force_setattr(self, name, value.replace(tzinfo=dt.UTC))
+
+
+class Variant:
+    """The mark of a group of records of which a field holds one, told apart by their `type` (or another field).
+
+    msgspec's own tags would take `type` away from the fields; a mark that reads itself keeps it an ordinary one.
+    """
+
+    __slots__ = ()
+    TAG: ClassVar[str] = "type"
+
+    @classmethod
+    def from_wire(cls, value: Any) -> Self:
+        """Read the JSON form: of this very record, or of the one of the group that the tag names."""
+        if issubclass(cls, Record):
+            return msgspec.convert(value, cls, dec_hook=_read_variant)
+        kinds: dict[Any, type[Any]] = {_tag_of(kind): kind for kind in cls.__subclasses__()}
+        named = value.get(cls.TAG) if isinstance(value, dict) else None
+        if not isinstance(named, str) or named not in kinds:
+            raise ValueError(f"{cls.TAG} is {named!r}; expected one of {', '.join(map(str, kinds))}")
+        read: Self = kinds[named].from_wire(value)
+        return read
+
+
+def _read_variant(kind: type[Any], value: Any) -> Any:
+    return value if isinstance(value, kind) else kind.from_wire(value)
+
+
+def _tag_of(kind: type[Any]) -> Any:
+    return next(field.default for field in msgspec.structs.fields(kind) if field.name == kind.TAG)

@@ -1,0 +1,1057 @@
+"""RestClient and AdminClient against a scripted server: what is sent, what comes of the answer, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import datetime as dt
+import gc
+import inspect
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import tinkex
+from faulty import Answer, FaultyServer, Seen, faulty_server
+from support import serving
+from tinkex import AdminClient, RestClient, transport, types
+from tinkex.engine.fake import FakeEngine
+from tinkex.protocol import OPERATIONS
+
+KEY = "tml-very-secret"
+RUN = "sess-1:train:0"
+PATH = f"tinker://{RUN}/weights/0001"
+EXPORT = f"tinker://{RUN}/external_weights/e1"
+NEW_YEAR = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+CHECKPOINT = {
+    "checkpoint_id": "weights/0001",
+    "checkpoint_type": "training",
+    "time": "2026-01-01T00:00:00Z",
+    "tinker_path": PATH,
+}
+TRAINING_RUN = {
+    "training_run_id": RUN,
+    "base_model": "Q",
+    "model_owner": "o",
+    "is_lora": True,
+    "last_request_time": "2026-01-01T00:00:00Z",
+}
+PAGE = {"offset": 0, "limit": 20, "total_count": 0}
+
+
+@pytest.fixture(scope="module")
+def faulty() -> Iterator[FaultyServer]:
+    with faulty_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[FaultyServer]:
+    """A server of another origin."""
+    with faulty_server() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _fresh(faulty: FaultyServer, elsewhere: FaultyServer) -> None:
+    faulty.seen.clear()
+    elsewhere.seen.clear()
+
+
+@pytest.fixture
+def client(faulty: FaultyServer) -> Iterator[RestClient]:
+    with RestClient(base_url=faulty.base_url, api_key=KEY) as made:
+        yield made
+
+
+@pytest.fixture
+def admin(faulty: FaultyServer) -> Iterator[AdminClient]:
+    with AdminClient(base_url=faulty.base_url, api_key=KEY) as made:
+        yield made
+
+
+# ── every method: what is sent and what it gives ─────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, the request it makes, an answer, and what it gives."""
+
+    name: str
+    args: tuple[Any, ...]
+    request: str
+    """Method, path and query."""
+    answer: Any = b""
+    gives: Any = None
+    body: Any = None
+    keywords: dict[str, Any] = field(default_factory=dict)
+    admin: bool = False
+    warns: type[Warning] | None = None
+
+
+RUNS = types.TrainingRunsResponse(training_runs=[], cursor=types.Cursor(offset=0, limit=20, total_count=0))
+A_RUN = types.TrainingRun(
+    training_run_id=RUN, base_model="Q", model_owner="o", is_lora=True, last_request_time=NEW_YEAR
+)
+A_CHECKPOINT = types.Checkpoint(
+    checkpoint_id="weights/0001", checkpoint_type="training", time=NEW_YEAR, tinker_path=PATH
+)
+ADDRESS = f"training_runs/{RUN}/checkpoints/weights/0001"
+SESSION = types.GetSessionResponse(training_run_ids=[], sampler_ids=[])
+SEARCH = types.SessionSearchRequest(
+    display_name="x", owner=types.AccessibleSearchOwner(), statuses=[types.ActiveSessionStatusQuery()]
+)
+SPAN = ("2026-07-13T00:00:00Z", dt.datetime(2026, 7, 14, tzinfo=dt.UTC))
+SPAN_QUERY = "starting_on=2026-07-13T00%3A00%3A00Z&ending_before=2026-07-14T00%3A00%3A00Z"
+
+ADMIN_CASES = [
+    Case("get_audit_log", (), "GET audit?event_type=all", {"entries": []}, types.AuditLogResponse(entries=[])),
+    Case(
+        "get_audit_log",
+        ("teams", dt.date(2026, 1, 1)),
+        "GET audit?event_type=teams&day=2026-01-01",
+        {"entries": [{"timestamp": "2026-01-01T00:00:00", "event": "e", "more": 1}]},
+        types.AuditLogResponse(entries=[types.AuditLogEntry(timestamp=NEW_YEAR, event="e")]),
+    ),
+    Case(
+        "get_audit_log",
+        ("all", dt.datetime(2026, 1, 1, 23)),
+        "GET audit?event_type=all&day=2026-01-01",
+        {"entries": []},
+        types.AuditLogResponse(entries=[]),
+    ),
+    Case(
+        "get_billing_usage",
+        SPAN,
+        f"GET billing/usage/events?{SPAN_QUERY}",
+        {"data": []},
+        types.BillingUsageResponse(data=[]),
+    ),
+    Case(
+        "get_billing_usage",
+        (dt.datetime(2026, 7, 13), "2026-07-14"),
+        f"GET billing/usage/events?{SPAN_QUERY}",
+        {"data": []},
+        types.BillingUsageResponse(data=[]),
+    ),
+    Case(
+        "get_current_checkpoint_storage_usage",
+        (),
+        "GET billing/usage/checkpoints/current",
+        {"data": []},
+        types.CurrentCheckpointStorageUsageResponse(data=[]),
+    ),
+    Case(
+        "get_current_checkpoint_storage_usage",
+        ("p&1",),
+        "GET billing/usage/checkpoints/current?project_id=p%261",
+        {"data": [{"checkpoint_count": 1, "size_bytes": 2, "size_gigabytes": 3}]},
+        types.CurrentCheckpointStorageUsageResponse(
+            data=[types.CurrentCheckpointStorageUsageItem(checkpoint_count=1, size_bytes=2, size_gigabytes=3)]
+        ),
+    ),
+]
+CASES = [
+    Case("get_training_run", (RUN,), f"GET training_runs/{RUN}?access_scope=owned", TRAINING_RUN, A_RUN),
+    Case("get_training_run", ("a/b ?", None), "GET training_runs/a%2Fb%20%3F", TRAINING_RUN, A_RUN),
+    Case(
+        "get_training_run_by_tinker_path",
+        (PATH, "accessible"),
+        f"GET training_runs/{RUN}?access_scope=accessible",
+        TRAINING_RUN | {"last_checkpoint": CHECKPOINT, "lora_rank": 8},
+        A_RUN.model_copy(update={"last_checkpoint": A_CHECKPOINT, "lora_rank": 8}),
+    ),
+    Case(
+        "list_training_runs",
+        (),
+        "GET training_runs?limit=20&offset=0&access_scope=owned",
+        {"training_runs": [], "cursor": PAGE},
+        RUNS,
+    ),
+    Case(
+        "list_training_runs",
+        (5, 10, "accessible", "p"),
+        "GET training_runs?limit=5&offset=10&access_scope=accessible&project_id=p",
+        {"training_runs": [], "cursor": PAGE},
+        RUNS,
+    ),
+    Case(
+        "get_weights_info_by_tinker_path",
+        ("anything",),
+        "POST weights_info",
+        {"base_model": "Q", "is_lora": True, "lora_rank": 32},
+        types.WeightsInfoResponse(base_model="Q", is_lora=True, lora_rank=32),
+        {"tinker_path": "anything"},
+    ),
+    Case(
+        "list_checkpoints",
+        (RUN,),
+        f"GET training_runs/{RUN}/checkpoints",
+        {"checkpoints": []},
+        types.CheckpointsListResponse(checkpoints=[]),
+    ),
+    Case(
+        "list_user_checkpoints",
+        (),
+        "GET checkpoints?limit=100&offset=0",
+        {"checkpoints": [CHECKPOINT], "cursor": PAGE},
+        types.CheckpointsListResponse(checkpoints=[A_CHECKPOINT], cursor=RUNS.cursor),
+    ),
+    Case(
+        "get_external_weights_urls",
+        (EXPORT,),
+        f"GET training_runs/{RUN}/checkpoints/external_weights/e1/external_weights_urls",
+        {"urls": {"a.json": "https://x"}, "expires": "2026-01-01T00:00:00Z"},
+        types.ExternalWeightsUrlsResponse(urls={"a.json": "https://x"}, expires=NEW_YEAR),
+    ),
+    Case(
+        "get_checkpoint_archive_url",
+        (RUN, "weights/0001"),
+        f"GET {ADDRESS}/archive",
+        {"url": "https://x", "expires": "2026-01-01T00:00:00Z"},
+        types.CheckpointArchiveUrlResponse(url="https://x", expires=NEW_YEAR),
+    ),
+    Case(
+        "get_checkpoint_archive_url_from_tinker_path",
+        (PATH,),
+        f"GET {ADDRESS}/archive",
+        {"url": "https://x", "expires": "2026-01-01T00:00:00Z"},
+        types.CheckpointArchiveUrlResponse(url="https://x", expires=NEW_YEAR),
+    ),
+    Case("delete_checkpoint", (RUN, "weights/0001"), f"DELETE {ADDRESS}"),
+    Case("delete_checkpoint", (PATH,), f"DELETE {ADDRESS}"),
+    Case("delete_checkpoint_from_tinker_path", (PATH,), f"DELETE {ADDRESS}", b"gone, as you wished"),
+    Case("publish_checkpoint", (RUN, "weights/0001"), f"POST {ADDRESS}/publish"),
+    Case("publish_checkpoint_from_tinker_path", (PATH,), f"POST {ADDRESS}/publish", {"status": "ok"}),
+    Case("unpublish_checkpoint", (RUN, "weights/0001"), f"DELETE {ADDRESS}/publish"),
+    Case("unpublish_checkpoint_from_tinker_path", (PATH,), f"DELETE {ADDRESS}/publish"),
+    Case("set_checkpoint_ttl_from_tinker_path", (PATH, 7200), f"PUT {ADDRESS}/ttl", body={"ttl_seconds": 7200}),
+    Case("set_checkpoint_ttl_from_tinker_path", (PATH, None), f"PUT {ADDRESS}/ttl", body={"ttl_seconds": None}),
+    Case(
+        "copy_weights",
+        ("tinker://a/weights/b", "proj-1"),
+        "POST copy_weights",
+        {"tinker_path": "tinker://new/weights/x"},
+        "tinker://new/weights/x",
+        {"destination_project_id": "proj-1", "source_path": "tinker://a/weights/b"},
+    ),
+    Case(
+        "copy_weights",
+        ("anything", "proj-1"),
+        "POST copy_weights",
+        {"tinker_path": "tinker://new/weights/x"},
+        "tinker://new/weights/x",
+        {"destination_project_id": "proj-1", "source_path": "anything", "ttl_seconds": 3600},
+        {"ttl_seconds": 3600, "weights_access_token": "tml-other"},
+    ),
+    Case(
+        "get_session",
+        ("sess-1",),
+        "GET sessions/sess-1?access_scope=owned",
+        {"training_run_ids": [], "sampler_ids": []},
+        SESSION,
+    ),
+    Case(
+        "list_sessions",
+        (),
+        "GET sessions?limit=20&offset=0&access_scope=owned",
+        {"sessions": ["sess-1"]},
+        types.ListSessionsResponse(sessions=["sess-1"]),
+    ),
+    Case(
+        "list_sessions",
+        (1, 2, None),
+        "GET sessions?limit=1&offset=2",
+        {"sessions": []},
+        types.ListSessionsResponse(sessions=[]),
+    ),
+    Case("assign_session_project", ("sess-1", "p1"), "PUT sessions/sess-1/project", body={"project_id": "p1"}),
+    Case(
+        "export_session_trace",
+        ("sess-1",),
+        "GET sessions/sess-1/trace_export",
+        {"status": "ready", "url": "https://x"},
+        "https://x",
+    ),
+    Case(
+        "search_sessions",
+        (SEARCH,),
+        "POST sessions/search",
+        {"sessions": []},
+        types.SessionSearchResponse(sessions=[]),
+        {
+            "user_metadata": {},
+            "display_name": "x",
+            "owner": {"type": "accessible"},
+            "statuses": [{"type": "active"}],
+            "limit": 50,
+        },
+        warns=tinkex.ExperimentalWarning,
+    ),
+    Case(
+        "get_sampler",
+        ("sess-1:sample:0",),
+        "GET samplers/sess-1:sample:0",
+        {"sampler_id": "sess-1:sample:0", "base_model": "Q"},
+        types.GetSamplerResponse(sampler_id="sess-1:sample:0", base_model="Q"),
+    ),
+    *(replace(case, warns=FutureWarning) for case in ADMIN_CASES),
+    *(replace(case, admin=True) for case in ADMIN_CASES),
+]
+
+each = pytest.mark.parametrize(
+    "case", CASES, ids=[f"{case.name}-{'admin-' * case.admin}{n}" for n, case in enumerate(CASES)]
+)
+
+
+def expect(case: Case) -> Any:
+    """The warning a call of a case gives, if any; others fail the test."""
+    return pytest.warns(case.warns) if case.warns else contextlib.nullcontext()
+
+
+def check(case: Case, seen: Seen, name: str) -> None:
+    """The request is the case's, to the last header."""
+    assert f"{seen.method} {seen.path}" == case.request
+    assert (json.loads(seen.body) if seen.body else None) == case.body
+    assert seen.headers["x-api-key"] == KEY
+    assert seen.headers["x-sdk-version"] == "0.36.0"
+    assert seen.headers["x-sdk-method"] == name
+    assert seen.headers["accept"] == "application/json"
+    if seen.method == "GET":
+        assert not {"content-type", "x-idempotency-key"} & seen.headers.keys()
+    else:
+        assert seen.headers["content-type"] == "application/json"
+        assert seen.headers["x-idempotency-key"]
+
+
+@each
+def test_each_method_and_its_twin(faulty: FaultyServer, client: RestClient, admin: AdminClient, case: Case) -> None:
+    user: Any = admin if case.admin else client
+    faulty.script(case.request.split(" ", 1)[1], Answer(body=case.answer))
+    with expect(case):
+        future = getattr(user, case.name)(*case.args, **case.keywords)
+    assert isinstance(future, tinkex.Future)
+    assert future.result(10) == case.gives
+
+    async def both() -> tuple[Any, Any]:
+        with expect(case):
+            awaited = await getattr(user, case.name)(*case.args, **case.keywords)
+        with expect(case):
+            twin = getattr(user, f"{case.name}_async")(*case.args, **case.keywords)
+        return awaited, await twin
+
+    assert asyncio.run(both()) == (case.gives, case.gives)
+    assert len(faulty.seen) == 3
+    for seen in faulty.seen:
+        check(case, seen, case.name)
+
+
+def test_every_method_has_a_case_and_a_twin() -> None:
+    apart = {"close", "whoami"}
+    for kind, cases in ((RestClient, CASES), (AdminClient, ADMIN_CASES)):
+        names = {name for name in dir(kind) if not name.startswith("_") and not name.endswith("_async")} - apart
+        assert names == {case.name for case in cases if case.admin is False}
+        assert all(hasattr(kind, f"{name}_async") for name in names | {"whoami"} & set(dir(kind)))
+
+
+def test_every_rest_operation_has_a_case() -> None:
+    """Paths of the table, filled in, cover what the cases ask for."""
+    patterns = {op.name: re.compile(re.sub(r"\{\w+\}", "[^/]+", op.path)) for op in OPERATIONS}
+    asked = {case.request.split(" ")[1].split("?")[0] for case in CASES}
+    for path in asked:
+        assert any(pattern.fullmatch(path) for pattern in patterns.values()), path
+
+
+def test_a_foreign_token_travels_as_a_header(faulty: FaultyServer, client: RestClient) -> None:
+    faulty.script("copy_weights", Answer(503), Answer(body={"tinker_path": "t"}))
+    client.copy_weights("a", "p", weights_access_token="tml-other").result(10)
+    first, second = faulty.requests("copy_weights")
+    assert first.headers["x-tinker-weights-access-token"] == "tml-other"
+    assert b"tml-other" not in first.body
+    assert re.fullmatch(r"[0-9a-f-]{36}", first.headers["x-idempotency-key"])
+    assert first.headers["x-idempotency-key"] == second.headers["x-idempotency-key"]
+    faulty.script("copy_weights", Answer(body={"tinker_path": "t"}))
+    client.copy_weights("a", "p").result(10)
+    assert "x-tinker-weights-access-token" not in faulty.requests("copy_weights")[-1].headers
+
+
+def test_the_project_comes_from_the_environment(
+    faulty: FaultyServer, client: RestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty.script("copy_weights", Answer(body={"tinker_path": "t"}))
+    monkeypatch.setenv("TINKER_PROJECT_ID", "from-outside")
+    assert client.copy_weights("a").result(10) == "t"
+    assert faulty.seen[0].json["destination_project_id"] == "from-outside"
+
+
+# ── what is refused here ─────────────────────────────────────────────────────────────────────────────────────────
+
+BAD_PATHS = ["", "weights/1", "tinker://", "tinker://r/weights", "tinker://r/weights/a/b", "tinker://r/other/a"]
+BAD_PATHS += ["tinker://r/weights/..", "tinker://../weights/a", "tinker://r//a", "http://r/weights/a"]
+PATH_METHODS = [
+    "delete_checkpoint",
+    "delete_checkpoint_from_tinker_path",
+    "get_checkpoint_archive_url",
+    "get_checkpoint_archive_url_from_tinker_path",
+    "get_external_weights_urls",
+    "publish_checkpoint",
+    "publish_checkpoint_from_tinker_path",
+    "unpublish_checkpoint",
+    "unpublish_checkpoint_from_tinker_path",
+]
+REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    *((name, (path,), {}, "tinker:|id, got") for name in PATH_METHODS for path in BAD_PATHS),
+    *(("get_training_run_by_tinker_path", (path,), {}, "tinker:|id, got") for path in BAD_PATHS),
+    *(("set_checkpoint_ttl_from_tinker_path", (path, 1), {}, "tinker:|id, got") for path in BAD_PATHS),
+    *(("set_checkpoint_ttl_from_tinker_path", (PATH, ttl), {}, "ttl_seconds") for ttl in (0, -1, 1.5, True, "1")),
+    *(("copy_weights", ("a", "p"), {"ttl_seconds": ttl}, "ttl_seconds") for ttl in (0, -1, True)),
+    ("copy_weights", ("a",), {}, "TINKER_PROJECT_ID"),
+    ("copy_weights", ("a", ""), {}, "TINKER_PROJECT_ID"),
+    *(("delete_checkpoint", (RUN, bad), {}, "expected") for bad in ("0001", "other/1", "weights/", "weights/a/b", "")),
+    ("delete_checkpoint", ("", "weights/a"), {}, "training_run_id"),
+    ("delete_checkpoint", (RUN,), {}, "expected"),
+    ("get_external_weights_urls", (PATH,), {}, "external_weights"),
+    *((name, ("x", "mine"), {}, "owned, accessible") for name in ("get_training_run", "get_session")),
+    ("get_training_run_by_tinker_path", (PATH, "OWNED"), {}, "owned, accessible"),
+    *((name, (), {"access_scope": ""}, "owned, accessible") for name in ("list_training_runs", "list_sessions")),
+    *(
+        (name, (bad, *more), {}, "must be an id")
+        for name, more in {
+            "get_training_run": (),
+            "list_checkpoints": (),
+            "get_session": (),
+            "get_sampler": (),
+            "export_session_trace": (),
+            "assign_session_project": ("p",),
+        }.items()
+        for bad in ("", "..", None)
+    ),
+    *(("get_checkpoint_archive_url", (PATH,), {"max_retries": n}, "max_retries") for n in (0, -1, True, 1.5)),
+    ("get_checkpoint_archive_url", (PATH,), {"retry_delay": -1}, "retry_delay"),
+]
+REFUSED_ADMIN: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    ("get_audit_log", ("everything",), {}, "event_type"),
+    ("get_audit_log", ("all", "2026-01-01"), {}, "day"),
+    ("get_billing_usage", ("yesterday", "today"), {}, "starting_on"),
+    ("get_billing_usage", ("2026-07-13T00:00:00Z", 5), {}, "ending_before"),
+]
+
+
+numbered = [f"{name}-{n}" for n, (name, *_) in enumerate([*REFUSED, *REFUSED_ADMIN])]
+
+
+@pytest.mark.parametrize(("name", "args", "keywords", "told"), [*REFUSED, *REFUSED_ADMIN], ids=numbered)
+def test_what_makes_no_sense_is_refused_before_anything_is_sent(
+    faulty: FaultyServer,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+    told: str,
+) -> None:
+    monkeypatch.delenv("TINKER_PROJECT_ID", raising=False)
+    kind = RestClient if hasattr(RestClient, name) and (name, args, keywords, told) in REFUSED else AdminClient
+    user: Any = kind(base_url=faulty.base_url)
+    with pytest.raises(ValueError, match=told):
+        getattr(user, name)(*args, **keywords)
+    with pytest.raises(ValueError, match=told):
+        asyncio.run(getattr(user, f"{name}_async")(*args, **keywords))
+    assert faulty.seen == []
+    assert user._own is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"limit": 0}, {"limit": 201}, {"display_name": ""}, {"statuses": []}],
+    ids=repr,
+)
+def test_searches_that_make_no_sense_cannot_be_written(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        types.SessionSearchRequest(**fields)
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        types.SessionSearchRequest.model_validate(fields)
+
+
+def test_parts_of_searches_are_checked() -> None:
+    for urns in ([], ["u"] * 11):
+        with pytest.raises(ValueError, match="1 to 10"):
+            types.UserSearchOwner(owner_urns=urns)
+    with pytest.raises(ValueError, match="reasons"):
+        types.ClientFinishedSessionStatusQuery(reasons=[])
+    with pytest.raises(ValueError, match="zone"):
+        types.SessionSearchCursor(last_created_at=dt.datetime(2026, 1, 1), last_session_id="s")
+    with pytest.raises(TypeError):
+        types.SessionSearchRequest(surprise=1)  # type: ignore[call-arg]
+
+
+# ── answers that need more than reading ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (403, tinkex.PermissionDeniedError),
+        (404, tinkex.NotFoundError),
+        (409, tinkex.ConflictError),
+        (401, tinkex.AuthenticationError),
+    ],
+)
+def test_refusals_are_typed(
+    faulty: FaultyServer,
+    client: RestClient,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    kind: type[tinkex.APIStatusError],
+) -> None:
+    monkeypatch.setattr(transport, "CONFLICT_PATIENCE", 0.1)
+    faulty.script(ADDRESS, Answer(status, {"detail": "no, because"}))
+    with pytest.raises(kind, match="no, because") as caught:
+        client.delete_checkpoint_from_tinker_path(PATH).result(10)
+    assert caught.value.status_code == status
+    with pytest.raises(kind):
+        asyncio.run(client.delete_checkpoint_from_tinker_path_async(PATH))
+
+
+def test_a_passing_fault_is_tried_again(faulty: FaultyServer, client: RestClient) -> None:
+    faulty.script(
+        "sessions/s?access_scope=owned", Answer(503), Answer(body={"training_run_ids": ["r"], "sampler_ids": []})
+    )
+    assert client.get_session("s").result(10).training_run_ids == ["r"]
+
+
+def test_an_answer_that_is_something_else_is_named(faulty: FaultyServer, client: RestClient) -> None:
+    faulty.script("sessions/s?access_scope=owned", Answer(body={"training_run_ids": 5}))
+    with pytest.raises(tinkex.APIResponseValidationError, match="GetSessionResponse"):
+        client.get_session("s").result(10)
+
+
+def test_billing_events_are_told_apart(faulty: FaultyServer, admin: AdminClient) -> None:
+    kinds: list[tuple[dict[str, Any], Any]] = [
+        ({"type": "training", "token_count": 1}, types.TrainingBillingEvent(token_count=1)),
+        (
+            {"type": "sampling_prefill", "cached": True, "token_count": 2},
+            types.SamplingPrefillBillingEvent(cached=True, token_count=2),
+        ),
+        ({"type": "sampling_sample", "token_count": 3}, types.SamplingSampleBillingEvent(token_count=3)),
+        ({"type": "checkpoint", "count": 4}, types.CheckpointBillingEvent(count=4)),
+        ({"type": "storage", "gigabyte_hours": 5}, types.StorageBillingEvent(gigabyte_hours=5.0)),
+    ]
+    hour = {"bucket_start": "2026-01-01T00:00:00Z", "bucket_end": "2026-01-01T01:00:00+00:00"}
+    answer = {
+        "data": [hour | {"event_info": info, "news": 1} for info, _ in kinds],
+        "sessions": {"s": {"user_metadata": {"a": "b"}}},
+        "cost_data_through": "2026-01-01T00:00:00",
+    }
+    faulty.script(f"billing/usage/events?{SPAN_QUERY}", Answer(body=answer))
+    usage = admin.get_billing_usage(*SPAN).result(10)
+    assert [event.event_info for event in usage.data] == [event for _, event in kinds]
+    assert usage.data[0].bucket_start == NEW_YEAR == usage.cost_data_through
+    assert usage.sessions["s"].user_metadata == {"a": "b"}
+    assert types.BillingUsageResponse.model_validate_json(usage.model_dump_json()) == usage
+    with pytest.raises(ValueError, match="training, sampling_prefill"):
+        types.BillingUsageEvent.model_validate(hour | {"event_info": {"type": "news"}})
+
+
+def test_the_states_of_sessions_are_told_apart(faulty: FaultyServer, client: RestClient) -> None:
+    run = types.SessionFailedTrainingRunReason(training_run_id="r")
+    states: list[Any] = [
+        None,
+        types.SessionActive(),
+        types.SessionCancelled(detail="d"),
+        types.ClientSessionFinished(reason=types.ClientSessionFinishErrored()),
+        types.SessionFailed(category="user", reason=run, message="m"),
+        types.SessionFailed(
+            category="internal",
+            reason=types.SessionFailedRequestReason(request_id="r", request_type="t"),
+            message="m",
+        ),
+        types.SessionFailed(
+            category="internal",
+            reason=types.SessionFailedSamplingSessionReason(sampling_session_id="s"),
+            message="m",
+        ),
+    ]
+    summary = {"session_id": "s", "created_at": "2026-01-01T00:00:00Z", "owner": "o", "project_id": "p"}
+    sessions = [
+        summary | {"checkpoints_count": 1, "status": state and state.model_dump(mode="json")} for state in states
+    ]
+    cursor = {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "s"}
+    faulty.script("sessions/search", Answer(body={"sessions": sessions, "next_cursor": cursor}))
+    with pytest.warns(tinkex.ExperimentalWarning, match="search_sessions"):
+        page = client.search_sessions(SEARCH).result(10)
+    assert [session.status for session in page.sessions] == states
+    with pytest.warns(tinkex.ExperimentalWarning):
+        client.search_sessions(SEARCH.model_copy(update={"cursor": page.next_cursor})).result(10)
+    assert faulty.seen[-1].json["cursor"] == cursor
+
+
+def test_warnings_point_at_the_caller(client: RestClient, faulty: FaultyServer) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        faulty.script("audit?event_type=all", Answer(body={"entries": []}))
+        faulty.script("sessions/search", Answer(body={"sessions": []}))
+        client.get_audit_log().result(10)
+        asyncio.run(client.get_audit_log_async())
+        client.search_sessions(SEARCH).result(10)
+        asyncio.run(client.search_sessions_async(SEARCH))
+    assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name] * 4
+    assert "AdminClient.get_audit_log()" in str(caught[0].message)
+
+
+def test_a_trace_is_waited_for(faulty: FaultyServer, client: RestClient, caplog: pytest.LogCaptureFixture) -> None:
+    pending, ready = Answer(body={"status": "pending"}), Answer(body={"status": "ready", "url": "https://x"})
+    faulty.script("sessions/s/trace_export", pending, pending, ready)
+    with caplog.at_level(logging.WARNING, "tinkex"):
+        assert client.export_session_trace("s", poll_seconds=0.01).result(10) == "https://x"
+    assert len(faulty.seen) == 3
+    assert caplog.text.count("being made") == 1
+    faulty.script("sessions/s/trace_export", pending, Answer(body={"status": "failed", "error": "no disk"}))
+    with pytest.raises(RuntimeError, match="no disk"):
+        asyncio.run(client.export_session_trace_async("s", poll_seconds=0.01))
+    faulty.script("sessions/s/trace_export", Answer(body={"status": "ready"}))
+    with pytest.raises(tinkex.APIResponseValidationError, match="without a url"):
+        client.export_session_trace("s").result(10)
+    assert inspect.signature(client.export_session_trace).parameters["poll_seconds"].default == 5.0
+
+
+# ── archives ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_archive_being_packed_is_asked_for_again(faulty: FaultyServer, client: RestClient) -> None:
+    packed = Answer(302, headers={"Location": "https://store/a?sig=%2F", "Expires": "Thu, 01 Jan 2026 00:00:00 GMT"})
+    faulty.script(f"{ADDRESS}/archive", Answer(503), Answer(503), packed)
+    found = client.get_checkpoint_archive_url(PATH, max_retries=3, retry_delay=0.01).result(10)
+    assert (found.url, found.expires) == ("https://store/a?sig=%2F", NEW_YEAR)
+    assert [seen.headers["x-sdk-method"] for seen in faulty.seen] == ["get_checkpoint_archive_url"] * 3
+    signature = inspect.signature(client.get_checkpoint_archive_url)
+    assert [signature.parameters[name].default for name in ("max_retries", "retry_delay")] == [6, 30.0]
+
+
+def test_an_archive_that_is_never_packed_is_an_error(faulty: FaultyServer, client: RestClient) -> None:
+    faulty.script(f"{ADDRESS}/archive", Answer(503, {"detail": "packing"}))
+    with pytest.raises(tinkex.InternalServerError, match="packing") as caught:
+        client.get_checkpoint_archive_url(PATH, max_retries=2, retry_delay=0.01).result(10)
+    assert caught.value.attempts == len(faulty.seen) == 2
+
+
+@pytest.mark.parametrize("answer", [Answer(500), Answer(429), Answer(404), Answer(409)], ids=lambda a: str(a.status))
+def test_nothing_else_about_archives_is_tried_again(faulty: FaultyServer, client: RestClient, answer: Answer) -> None:
+    faulty.script(f"{ADDRESS}/archive", answer)
+    with pytest.raises(tinkex.APIError):
+        client.get_checkpoint_archive_url(PATH, retry_delay=0.01).result(10)
+    assert len(faulty.seen) == 1
+
+
+@pytest.mark.parametrize("headers", [{}, {"Expires": "0"}, {"Expires": "soon"}], ids=repr)
+def test_an_archive_address_without_an_expiry_is_good_for_a_while(
+    faulty: FaultyServer, client: RestClient, headers: dict[str, str]
+) -> None:
+    faulty.script(f"{ADDRESS}/archive", Answer(302, headers={"Location": "/files/a.tar", **headers}))
+    found = client.get_checkpoint_archive_url(PATH).result(10)
+    assert found.url == f"{faulty.base_url}/files/a.tar"
+    left = found.expires - dt.datetime.now(dt.UTC)
+    assert dt.timedelta(minutes=14) < left <= dt.timedelta(minutes=15)
+
+
+# ── redirects ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+LOG = {"entries": [{"timestamp": "2026-01-01T00:00:00Z", "event": "e"}]}
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_another_origin_never_sees_the_key(
+    faulty: FaultyServer, elsewhere: FaultyServer, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    target = "/bucket/log%2F1.json?X-Sig=a%2Bb%3D&x=y"
+    faulty.script("audit?event_type=all", Answer(status, headers={"Location": elsewhere.base_url + target + "#part"}))
+    elsewhere.script(target, Answer(body=LOG, content_type="application/octet-stream"))
+    secrets = {"CF-Access-Client-Id": "gate", "CF-Access-Client-Secret": "hush", "Authorization": "Bearer x"}
+    with tinkex.ServiceClient(base_url=faulty.base_url, api_key=KEY, default_headers_overrides=secrets) as service:
+        log = AdminClient(service._session).get_audit_log().result(10)
+    assert log.entries[0].event == "e"
+    [here], [there] = faulty.seen, elsewhere.seen
+    assert here.headers["x-api-key"] == KEY
+    assert here.headers["cf-access-client-secret"] == "hush"
+    assert there.method == "GET"
+    assert there.path == target
+    assert not {"x-api-key", "authorization", "cookie"} & there.headers.keys()
+    assert not [name for name in there.headers if name.startswith(("cf-", "x-"))]
+    assert KEY not in repr(there)
+
+
+def test_the_same_origin_keeps_the_key(faulty: FaultyServer, admin: AdminClient) -> None:
+    faulty.script("audit?event_type=all", Answer(302, headers={"Location": "/api/v1/stored?x=1"}))
+    faulty.script("stored?x=1", Answer(body=LOG))
+    assert admin.get_audit_log().result(10).entries[0].timestamp == NEW_YEAR
+    assert [seen.headers.get("x-api-key") for seen in faulty.seen] == [KEY, KEY]
+
+
+def test_the_key_does_not_come_back_by_a_detour(
+    faulty: FaultyServer, elsewhere: FaultyServer, admin: AdminClient
+) -> None:
+    faulty.script("audit?event_type=all", Answer(302, headers={"Location": f"{elsewhere.base_url}/there"}))
+    elsewhere.script("/there", Answer(302, headers={"Location": f"{faulty.base_url}/back"}))
+    faulty.script("/back", Answer(body=LOG))
+    admin.get_audit_log().result(10)
+    assert [seen.headers.get("x-api-key") for seen in faulty.seen] == [KEY, None]
+
+
+def test_redirects_end(faulty: FaultyServer, admin: AdminClient) -> None:
+    faulty.script("audit?event_type=all", Answer(302, headers={"Location": "/api/v1/audit?event_type=all"}))
+    with pytest.raises(tinkex.APIStatusError) as caught:
+        admin.get_audit_log().result(10)
+    assert caught.value.status_code == 302
+    assert len(faulty.seen) == 1 + transport.MOST_REDIRECTS
+
+
+@pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://x/y", "http://[", "http://x:port/", ""], ids=repr)
+def test_only_web_addresses_are_followed(faulty: FaultyServer, admin: AdminClient, location: str) -> None:
+    faulty.script("audit?event_type=all", Answer(302, headers={"Location": location} if location else {}))
+    with pytest.raises(tinkex.APIStatusError) as caught:
+        admin.get_audit_log().result(10)
+    assert caught.value.status_code == 302
+    assert len(faulty.seen) == 1
+
+
+def test_errors_of_the_other_place_name_it(faulty: FaultyServer, elsewhere: FaultyServer, admin: AdminClient) -> None:
+    other = elsewhere.base_url.replace("127.0.0.1", "localhost")
+    faulty.script("audit?event_type=all", Answer(302, headers={"Location": f"{other}/there?sig=secret"}))
+    elsewhere.script("/there?sig=secret", Answer(403, {"detail": "expired"}))
+    with pytest.raises(tinkex.PermissionDeniedError, match="at localhost: 403: expired") as caught:
+        admin.get_audit_log().result(10)
+    assert "sig=secret" not in str(caught.value)
+
+
+def test_only_reading_is_sent_on(faulty: FaultyServer, elsewhere: FaultyServer, client: RestClient) -> None:
+    for path in (ADDRESS, f"{ADDRESS}/publish", f"{ADDRESS}/ttl"):
+        faulty.script(path, Answer(307, headers={"Location": f"{elsewhere.base_url}/there"}))
+    for future in (
+        client.delete_checkpoint(PATH),
+        client.publish_checkpoint(PATH),
+        client.unpublish_checkpoint(PATH),
+        client.set_checkpoint_ttl_from_tinker_path(PATH, 5),
+    ):
+        with pytest.raises(tinkex.APIStatusError) as caught:
+            future.result(10)
+        assert caught.value.status_code == 307
+    assert elsewhere.seen == []
+
+
+# ── whoami ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def token(**claims: Any) -> str:
+    return f"eyJh.{base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip('=')}.sig"
+
+
+CLAIMS = {"sub": "tml:user:1", "org_id": "o1", "exp": 4e9}
+
+
+def test_the_servers_token_says_who_one_is(faulty: FaultyServer, client: RestClient) -> None:
+    faulty.script("client/config", Answer(body={"pjwt_auth_enabled": True}))
+    faulty.script("auth/token", Answer(body={"jwt": token(**CLAIMS, email="")}))
+    expected = types.WhoamiResponse(user_urn="tml:user:1", org_urn="tml:organization:o1")
+    assert client.whoami().result(10) == expected
+    assert asyncio.run(client.whoami_async()) == expected
+    assert [seen.path for seen in faulty.seen] == ["client/config", "auth/token"] * 2
+    assert faulty.seen[1].json == {}
+
+
+def test_ones_own_token_says_who_one_is(faulty: FaultyServer) -> None:
+    with RestClient(base_url=faulty.base_url, api_key=token(**CLAIMS, email="a@b.c", iss="passport-x")) as client:
+        assert client.whoami().result(10).email == "a@b.c"
+    assert faulty.seen == []
+
+
+@pytest.mark.parametrize("key", [KEY, "eyJunk", token(**CLAIMS, iss="someone"), "eyJ.!!.x"])
+def test_a_plain_key_says_nothing(faulty: FaultyServer, key: str) -> None:
+    faulty.script("client/config", Answer(body={}))
+    with RestClient(base_url=faulty.base_url, api_key=key) as client, pytest.raises(RuntimeError, match="token"):
+        client.whoami().result(10)
+
+
+def test_a_token_that_names_nobody_is_an_error(faulty: FaultyServer, client: RestClient) -> None:
+    faulty.script("client/config", Answer(body={"pjwt_auth_enabled": True}))
+    faulty.script("auth/token", Answer(body={"jwt": token(exp=1)}))
+    with pytest.raises(RuntimeError, match="sub"):
+        client.whoami().result(10)
+
+
+# ── life of a client ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_session_is_opened(faulty: FaultyServer, client: RestClient) -> None:
+    faulty.script("sessions?limit=20&offset=0&access_scope=owned", Answer(body={"sessions": []}))
+    client.list_sessions().result(10)
+    assert len(faulty.seen) == 1
+
+
+def test_a_service_client_makes_one(faulty: FaultyServer) -> None:
+    faulty.script("sessions?limit=20&offset=0&access_scope=owned", Answer(body={"sessions": ["x"]}))
+    with tinkex.ServiceClient(base_url=faulty.base_url, api_key=KEY) as service:
+        with pytest.warns(FutureWarning, match="RestClient"):
+            client = service.create_rest_client()
+        assert client.list_sessions().result(10).sessions == ["x"]
+        assert client._transport is service._session.transport
+        client.close().result(10)
+        assert client.list_sessions().result(10).sessions == ["x"]
+    with pytest.raises(tinkex.TinkerError, match="closed"):
+        client.list_sessions().result(10)
+    assert {seen.path.split("?")[0] for seen in faulty.seen} == {"sessions"}
+
+
+def test_a_session_excludes_an_address(faulty: FaultyServer) -> None:
+    with tinkex.ServiceClient(base_url=faulty.base_url) as service:
+        for kind in (RestClient, AdminClient):
+            with pytest.raises(ValueError, match="not both"):
+                kind(service._session, base_url="http://x")
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, faulty: FaultyServer) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", faulty.base_url)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-outside")
+    faulty.script("audit?event_type=all", Answer(body=LOG))
+    with AdminClient() as admin:
+        admin.get_audit_log().result(10)
+        assert repr(admin) == f"AdminClient(base_url={faulty.base_url!r})"
+    assert faulty.seen[0].headers["x-api-key"] == "tml-outside"
+    monkeypatch.delenv("TINKER_BASE_URL")
+    monkeypatch.delenv("TINKER_API_KEY")
+    with pytest.raises(tinkex.ConfigurationError):
+        RestClient()
+
+
+def test_a_closed_client_says_so(faulty: FaultyServer) -> None:
+    client = RestClient(base_url=faulty.base_url)
+    client.close().result(10)
+    client.close().result(10)
+    with pytest.raises(RuntimeError, match="closed"):
+        client.list_sessions()
+
+
+def test_a_client_that_is_dropped_finishes_what_it_began_and_goes(faulty: FaultyServer) -> None:
+    faulty.script("audit?event_type=all", Answer(body=LOG, delay=0.2))
+    client = AdminClient(base_url=faulty.base_url)
+    future, gone = client.get_audit_log(), weakref.ref(client)
+    carrier = client._transport
+    del client
+    gc.collect()
+    assert future.result(10).entries
+    for _ in range(100):
+        gc.collect()
+        if gone() is None and carrier._closed:
+            return
+        threading.Event().wait(0.02)
+    pytest.fail("the client is still there, or its connections are")
+
+
+def test_our_own_server_answers_queries_over_both_ways(tmp_path: Path) -> None:
+    """Not yet served, so not there: and it is the path that is not there, not the path with a query."""
+    absent = pytest.raises(tinkex.NotFoundError, match="no GET /api/v1/audit here")
+    with serving(FakeEngine(), tmp_path / "a") as url, AdminClient(base_url=url) as admin, absent:
+        admin.get_audit_log().result(10)
+    backend = tinkex.LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "b")
+    with backend, AdminClient(base_url=backend.base_url) as admin, absent:
+        admin.get_audit_log().result(10)
+
+
+# ── the official clients ─────────────────────────────────────────────────────────────────────────────────────────
+
+INTROSPECT = """
+import inspect, json, warnings
+warnings.simplefilter("ignore")
+import tinker
+from pydantic_core import PydanticUndefined
+from tinker import types
+
+def default(value):
+    return "required" if value is inspect.Parameter.empty else repr(value)
+
+def fields(kind):
+    return {
+        name: "required" if f.is_required() else repr(f.get_default(call_default_factory=True))
+        for name, f in kind.model_fields.items()
+    }
+
+clients = {
+    kind.__name__: {
+        name: [[p.name, p.kind.name, default(p.default)] for p in inspect.signature(method).parameters.values()]
+        for name, method in inspect.getmembers(kind, callable) if not name.startswith("_")
+    }
+    for kind in (tinker.RestClient, tinker.AdminClient)
+}
+models = {name: fields(kind) for name, kind in vars(types).items() if hasattr(kind, "model_fields")}
+print(json.dumps({"clients": clients, "models": models}))
+"""
+
+
+@pytest.fixture(scope="module")
+def official() -> Any:
+    """What the official package offers, from a process of its own."""
+    done = subprocess.run([sys.executable, "-c", INTROSPECT], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+WIDER = {("delete_checkpoint", "checkpoint_id"), ("delete_checkpoint_async", "checkpoint_id")}
+"""Ours may be left out: the first argument may be a whole path."""
+NOT_OURS = {"get_telemetry"}
+
+
+@pytest.mark.parametrize("kind", [RestClient, AdminClient])
+def test_the_official_methods_are_ours_too(official: Any, kind: type[Any]) -> None:
+    theirs = official["clients"][kind.__name__]
+    assert len(theirs) > 5
+    for name, parameters in theirs.items():
+        if name in NOT_OURS:
+            continue
+        mine = list(inspect.signature(getattr(kind, name)).parameters.values())
+        for ours, (wanted, how, default) in zip(mine, parameters, strict=False):
+            assert (ours.name, ours.kind.name) == (wanted, how), name
+            if (name, wanted) not in WIDER:
+                shown = "required" if ours.default is inspect.Parameter.empty else repr(ours.default)
+                assert shown == default, (name, wanted)
+        more = mine[len(parameters) :]
+        assert len(mine) >= len(parameters)
+        assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in more), name
+
+
+CALLS = """
+import json, os, sys, warnings
+warnings.simplefilter("ignore")
+import tinker
+url, calls = sys.argv[1], json.loads(sys.argv[2])
+clients = [tinker.RestClient(base_url=url, api_key="tml-x"), tinker.AdminClient(base_url=url, api_key="tml-x")]
+for admin, name, args, keywords in calls:
+    getattr(clients[admin], name)(*args, **keywords).result(30)
+os._exit(0)  # its threads sometimes bring an orderly end down
+"""
+
+
+def is_official(case: Case, surface: Any) -> bool:
+    """Whether the official client takes the case's arguments, and they can be handed over as JSON."""
+    if case.name not in surface["AdminClient" if case.admin else "RestClient"]:
+        return False
+    if case.name == "delete_checkpoint" and len(case.args) == 1:
+        return False  # ours alone takes a path here
+    if None in case.args and "ttl" not in case.name:
+        return False  # ours alone may leave the scope open
+    return all(arg is None or isinstance(arg, str | int) for arg in case.args)
+
+
+def test_the_official_clients_send_the_same(official: Any, faulty: FaultyServer) -> None:
+    cases = [case for case in CASES if is_official(case, official["clients"])]
+    assert len({case.name for case in cases}) > 18
+    faulty.script("telemetry", Answer(body={"status": "accepted"}))
+    faulty.script("client/config", Answer(body={}))
+    for case in cases:
+        faulty.script(case.request.split(" ", 1)[1], Answer(body=case.answer))
+    calls = [[case.admin, case.name, case.args, case.keywords] for case in cases]
+    command = [sys.executable, "-c", CALLS, faulty.base_url, json.dumps(calls)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = [seen for seen in faulty.seen if not seen.path.startswith(("client/", "telemetry"))]
+    for case, request in zip(cases, seen, strict=True):
+        assert f"{request.method} {request.path}" == case.request
+        assert (json.loads(request.body) if request.body else None) == case.body
+        assert request.headers["x-sdk-method"] == case.name
+        assert request.headers["x-sdk-version"] == "0.36.0"
+
+
+OURS = ["tinkex.types.account", "tinkex.types.checkpoints", "tinkex.types.sessions"]
+LOOSER = {"CreateSessionRequest", "TelemetrySendRequest", "RequestFailedResponse"}
+"""Ours fill in what theirs insist on."""
+
+
+def test_the_official_fields_and_defaults_are_ours_too(official: Any) -> None:
+    compared = 0
+    for name, theirs in official["models"].items():
+        kind = getattr(types, name, None)
+        if kind is None or kind.__module__ not in OURS or name in LOOSER:
+            continue
+        mine = {
+            f.name: "required"
+            if f.required
+            else repr(f.default if f.default is not msgspec.NODEFAULT else f.default_factory())
+            for f in msgspec.structs.fields(kind)
+        }
+        assert mine == theirs, name
+        compared += 1
+    assert compared > 60
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AccessibleSearchOwner",
+        "AuditLogEntry",
+        "AuditLogResponse",
+        "AuthTokenResponse",
+        "BillingEventInfo",
+        "BillingUsageEvent",
+        "BillingUsageResponse",
+        "BillingUsageSession",
+        "Checkpoint",
+        "CheckpointBillingEvent",
+        "CheckpointsListResponse",
+        "ClientFinishedSessionStatusQuery",
+        "ClientSessionFinishReason",
+        "ClientSessionFinished",
+        "CopyWeightsRequest",
+        "CopyWeightsResponse",
+        "CurrentCheckpointStorageUsageItem",
+        "CurrentCheckpointStorageUsageResponse",
+        "Cursor",
+        "ExternalWeightsUrlsResponse",
+        "GetBillingUsageRequest",
+        "GetCurrentCheckpointStorageUsageRequest",
+        "GetSessionResponse",
+        "ListSessionsResponse",
+        "SaveWeightsExternalRequest",
+        "SaveWeightsExternalResponse",
+        "SaveWeightsExternalResponseInternal",
+        "SearchOwner",
+        "SessionFailedReason",
+        "SessionSearchCursor",
+        "SessionSearchRequest",
+        "SessionSearchResponse",
+        "SessionStatus",
+        "SessionStatusQuery",
+        "SessionSummary",
+        "StorageBillingEvent",
+        "TrainingRun",
+        "TrainingRunsResponse",
+        "UserSearchOwner",
+        "WhoamiResponse",
+    ],
+)
+def test_the_official_names_are_ours_too(name: str) -> None:
+    assert getattr(types, name) is not None
+    assert name in types.__all__
+
+
+def test_checkpoints_have_a_page() -> None:
+    """As the official ones write it."""
+    saved = types.SaveWeightsResponse(path=PATH)
+    base = "https://tinker.thinkingmachines.ai"
+    assert saved.get_console_url() == f"{base}/checkpoints/sess-1%3Atrain%3A0/weights%2F0001"
+    sampler = types.SaveWeightsForSamplerResponse(path="tinker://r/sampler_weights/a b")
+    assert sampler.get_console_url() == f"{base}/checkpoints/r/sampler_weights%2Fa%20b"
+    assert sampler.get_playground_url() == (
+        f"{base}/playground?mode=checkpoint&checkpoint=tinker%3A%2F%2Fr%2Fsampler_weights%2Fa%20b"
+    )
+    with pytest.raises(ValueError, match="expected"):
+        types.SaveWeightsResponse(path="elsewhere").get_console_url()

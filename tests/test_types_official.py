@@ -1,0 +1,472 @@
+"""Our types beside those of the official package: the same fields, defaults, JSON and protobuf for the same values.
+
+The official package is imported in a process of its own, once. The functions below make the same values from either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tinkex import codec, types
+from tinkex.types.record import Record, to_builtins
+
+# Where ours differs on purpose. Every one of them accepts all that the official type accepts.
+OPTIONAL_HERE = {
+    ("ForwardBackwardRequest", "forward_only"): "an argument of the official call, not of its message",
+    ("GenericEvent", "event"): "follows from the class",
+    ("GenericEvent", "severity"): "usual for the class",
+    ("ModelInput", "chunks"): "an empty input needs none",
+    ("OptimStepRequest", "adam_params"): "another name of optim_params",
+    ("OptimStepRequest", "optim_params"): "one of three names is needed",
+    ("OptimStepRequest", "optimizer_params"): "another name of optim_params",
+    ("SampledSequence", "sequence_id"): "samples of older servers have none",
+    ("SessionEndEvent", "duration"): "may be unknown",
+    ("SessionEndEvent", "event"): "follows from the class",
+    ("SessionEndEvent", "severity"): "usual for the class",
+    ("SessionStartEvent", "event"): "follows from the class",
+    ("SessionStartEvent", "severity"): "usual for the class",
+    ("UnhandledExceptionEvent", "event"): "follows from the class",
+    ("UnhandledExceptionEvent", "severity"): "usual for the class",
+}
+EXTRA_HERE = {
+    "ForwardBackwardRequest": {"forward_only"},
+    "OptimStepRequest": {"adam_params", "optimizer_params"},
+}
+CLASSES = [
+    "AdamOptimizerConfig",
+    "AdamParams",
+    "CreateCustomLossRequest",
+    "CreateCustomLossResponse",
+    "CreateModelRequest",
+    "CreateModelResponse",
+    "CreateSamplingSessionRequest",
+    "CreateSamplingSessionResponse",
+    "CustomLossGraph",
+    "CustomLossInput",
+    "CustomLossNode",
+    "Datum",
+    "DimuonOptimizerConfig",
+    "DimuonParams",
+    "DmelChunk",
+    "EncodedTextChunk",
+    "ForwardBackwardInput",
+    "ForwardBackwardOutput",
+    "ForwardBackwardRequest",
+    "ForwardRequest",
+    "GenericEvent",
+    "GetInfoRequest",
+    "GetInfoResponse",
+    "GetSamplerResponse",
+    "ImageAssetPointerChunk",
+    "ImageChunk",
+    "LoraConfig",
+    "ModelData",
+    "ModelInput",
+    "OptimStepRequest",
+    "OptimStepResponse",
+    "OptimParamsBase",
+    "OptimizerConfigBase",
+    "PromptAltTokens",
+    "PromptProvenanceSpan",
+    "SampleRequest",
+    "SampleResponse",
+    "SampledProvenanceSpan",
+    "SampledSequence",
+    "SamplingParams",
+    "SessionEndEvent",
+    "SessionStartEvent",
+    "TelemetryBatch",
+    "TensorData",
+    "TopkLogprobs",
+    "UnhandledExceptionEvent",
+    "UnloadModelRequest",
+    "UnloadModelResponse",
+    "UntypedAPIFuture",
+]
+LITERALS = ["CustomLossInputRank", "EventType", "LossFnType", "Severity", "StopReason", "TensorDtype"]
+ALIASES = ["FutureRetrieveResponse", "LossFnInputs", "LossFnOutput", "ModelID", "ModelInputChunk", "OptimParams"]
+ALIASES += ["OptimizerConfig", "ProvenanceSpans", "RequestID", "TelemetryEvent"]
+
+
+def messages(types: Any, np: Any, torch: Any) -> dict[str, Any]:
+    """Messages that have a JSON form."""
+    import datetime
+
+    when = datetime.datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=datetime.UTC)
+    event = {"event_id": "e", "event_session_index": 3, "timestamp": when}
+    tokens = types.ModelInput.from_ints([1, 2, 3])
+    image = types.ImageChunk(data=b"\x00\xff", format="png")
+    node = types.CustomLossNode(op="call_function", name="n", target="torch.exp", args=[{"ref": "x"}])
+    graph = types.CustomLossGraph(nodes=[node])
+    unknown = types.AdamOptimizerConfig.__mro__[1]
+    return {
+        "adam": types.AdamParams(learning_rate=1, beta1=0),
+        "adam config": types.AdamOptimizerConfig(),
+        "dimuon": types.DimuonParams(learning_rate=1),
+        "dimuon config": types.DimuonOptimizerConfig(),
+        "unknown optimizer": unknown(type="sgd", momentum=0.5, nested={"a": [1]}),
+        "unknown parameters": types.DimuonParams.__mro__[1](type="sgd", momentum=0.5),
+        "step": types.OptimStepRequest(optim_params=types.AdamParams(), model_id="m"),
+        "step of adam_params": types.OptimStepRequest(adam_params=types.AdamParams(eps=1e-8), model_id="m", seq_id=2),
+        "step of a dictionary": types.OptimStepRequest(adam_params={"learning_rate": 0.5}, model_id="m"),
+        "step of dimuon": types.OptimStepRequest(optimizer_params=types.DimuonParams(learning_rate=0.1), model_id="m"),
+        "step of dimuon's dictionary": types.OptimStepRequest(
+            optim_params={"type": "dimuon", "learning_rate": 0.1, "later": 1}, model_id="m"
+        ),
+        "step answer": types.OptimStepResponse(metrics={"a:sum": 1.5}),
+        "lora": types.LoraConfig(rank=8, seed=None, train_mlp=False),
+        "create": types.CreateModelRequest(
+            session_id="s", model_seq_id=1, base_model="b", lora_config=types.LoraConfig(rank=4), user_metadata={"a": 1}
+        ),
+        "create with dimuon": types.CreateModelRequest(
+            session_id="s", model_seq_id=1, base_model="b", optimizer_config=types.DimuonOptimizerConfig()
+        ),
+        "created": types.CreateModelResponse(model_id="m"),
+        "info": types.GetInfoResponse(model_data=types.ModelData(arch="a", tokenizer_id="t"), model_id="m"),
+        "unload": types.UnloadModelRequest(model_id="m"),
+        "unloaded": types.UnloadModelResponse(model_id="m", type="unload_model"),
+        "future": types.UntypedAPIFuture(request_id="r", sample_sequence_ids=["a", "b"]),
+        "params": types.SamplingParams(max_tokens=5, temperature=0, stop=["a", "b"]),
+        "params with tokens": types.SamplingParams(seed=1, stop=[1, 2], top_k=4, top_p=0.5),
+        "params with a text": types.SamplingParams(stop="x"),
+        "params that never stop": types.SamplingParams(stop=[]),
+        "sample": types.SampleRequest(
+            prompt=tokens, sampling_params=types.SamplingParams(), num_samples=2, sampling_session_id="s", seq_id=0
+        ),
+        "text": types.EncodedTextChunk(tokens=[5, 6]),
+        "tokens": tokens,
+        "nothing": types.ModelInput.empty(),
+        "mixed": tokens.append(image).append(types.DmelChunk(dmel=b"\x00\x01\x05")).append_int(9),
+        "image": image,
+        "image of text": types.ImageChunk(data="aGk=", format="jpeg", expected_tokens=3),
+        "pointer": types.ImageAssetPointerChunk(format="png", location="there"),
+        "audio": types.DmelChunk(dmel="AAEF"),
+        "node": node,
+        "graph": graph,
+        "custom loss": types.CreateCustomLossRequest(
+            session_id="s",
+            custom_loss_seq_id=0,
+            name="f",
+            inputs=[types.CustomLossInput(name="logprobs", rank=1)],
+            graph=graph,
+        ),
+        "custom loss answer": types.CreateCustomLossResponse(loss_id="l"),
+        "session start": types.SessionStartEvent(event="SESSION_START", severity="INFO", **event),
+        "session end": types.SessionEndEvent(event="SESSION_END", severity="INFO", duration="PT1S", **event),
+        "exception": types.UnhandledExceptionEvent(
+            event="UNHANDLED_EXCEPTION", severity="ERROR", error_type="E", error_message="m", **event
+        ),
+        "batch": types.TelemetryBatch(
+            events=[types.SessionStartEvent(event="SESSION_START", severity="DEBUG", **event)],
+            platform="p",
+            sdk_version="1",
+            session_id="s",
+            process_uuid="u",
+        ),
+        "copy": types.AdamParams().model_copy(update={"eps": 0.5}),
+        "copy of a step": types.OptimStepRequest(optim_params=types.AdamParams(), model_id="m").model_copy(
+            update={"seq_id": 5, "optim_params": types.DimuonParams(learning_rate=0.5)}
+        ),
+        "copy of an input": tokens.model_copy(update={"chunks": [image]}),
+        "validated": types.SampleRequest.model_validate(
+            {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"top_p": 0.5}}
+        ),
+    }
+
+
+def passes(types: Any, np: Any, torch: Any) -> dict[str, Any]:
+    """Requests that have a protobuf form."""
+    prompt, sampled = types.PromptProvenanceSpan, types.SampledProvenanceSpan
+    tokens = types.ModelInput.from_ints([1, 2, 3])
+    plain = types.Datum(tokens, {"target_tokens": [2, 3, 4], "weights": [0, 0.5, 1]})
+    spans = [prompt(sequence_id="a", length=2), sampled(sequence_id="b", offset=4, length=1)]
+    media = tokens.append(types.ImageChunk(data=b"png", format="png", expected_tokens=2))
+    media = media.append(types.DmelChunk(dmel=b"\x00\x01\x05")).append(types.ImageChunk(data=b"", format="jpeg"))
+    targets, weights = torch.zeros(6, 8, dtype=torch.int64), torch.zeros(6, 8)
+    targets[1, 2], targets[5, 7], weights[0, 0], weights[3, 3] = 7, 9, 0.25, float("nan")
+    data = {
+        "plain": [plain],
+        "no data": [],
+        "nothing in it": [types.Datum(types.ModelInput.empty(), {})],
+        "two": [plain, types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": np.array([1, 2])})],
+        "media": [types.Datum(media, {"advantages": np.array([1.5, -2], dtype=np.float64)})],
+        "spans": [plain.with_provenance(model_input=spans, loss_fn_inputs=spans), plain],
+        "no spans": [types.Datum(types.ModelInput.empty(), {}, model_input_spans=[], loss_fn_input_spans=[])],
+        "sparse": [types.Datum(tokens, {"target_tokens": targets, "weights": weights, "mask": weights})],
+        "too full for sparse": [types.Datum(tokens, {"target_tokens": targets + 1, "weights": weights + 1})],
+        "wide": [types.Datum(tokens, {"weights": [[1, 2], [3, 4]], "logprobs": torch.tensor([[0.5]])})],
+        "half": [types.Datum(tokens, {"weights": torch.tensor([0.5, 1.25], dtype=torch.bfloat16)})],
+        "scalar": [types.Datum(tokens, {"weights": torch.tensor(2.5)})],
+    }
+    generator = np.random.default_rng(0)
+    for seed in range(12):
+        shape = generator.integers(1, 9, size=2).tolist()
+        cells = generator.integers(-3, 4, size=shape) * (generator.random(shape) < 0.3)
+        row = generator.integers(0, 1000, size=shape[0])
+        data[f"random {seed}"] = [
+            types.Datum(
+                types.ModelInput.from_ints(row.tolist()),
+                {"target_tokens": torch.from_numpy(cells), "weights": torch.from_numpy(cells / 2).float()},
+            )
+        ]
+    config = {"text": "b", "number": 0.5, "whole": 2}
+    made = {}
+    for name, items in data.items():
+        body = types.ForwardBackwardInput(data=items, loss_fn="ppo", loss_fn_config=config if items else None)
+        made[name] = types.ForwardBackwardRequest(forward_backward_input=body, model_id="m", seq_id=3)
+    return made
+
+
+def readings(types: Any, np: Any, torch: Any) -> dict[str, Any]:
+    """What the types say about themselves, as plain values."""
+    Topk = types.SampledSequence.__dataclass_fields__["topk_logprobs_np"] and types.TopkLogprobs
+    dense = torch.tensor([[3, 3, 3, 3, 1], [3, 3, 3, 3, 3], [3, 5, 3, 3, 3]])
+    sparse = types.TensorData.from_torch_sparse(dense, pad_value=3)
+    flat = types.TensorData(data=[1, 2, 3, 4], dtype="float32", shape=[2, 2])
+    table = Topk(
+        np.array([[4, 5], [6, 0], [0, 0]], np.int32), np.array([[-1, -2], [-3, -99999.0], [-99999.0] * 2], np.float32)
+    )
+    arrays = types.SampledSequence(
+        stop_reason="stop", sequence_id="i", tokens_np=np.array([1, 2]), logprobs_np=np.array([-0.5, -1.0]),
+        topk_logprobs_np=table,
+    )  # fmt: skip
+    lists = types.SampledSequence(
+        stop_reason="length", sequence_id="", _tokens_list=[3], _logprobs_list=[-0.1], _topk_logprobs_list=[[(1, -0.1)]]
+    )
+    answer = types.SampleResponse(
+        sequences=[arrays, lists], prompt_logprobs_np=np.array([np.nan, -1.5]), topk_prompt_logprobs_np=table
+    )
+    listed = types.SampleResponse(
+        sequences=[], _prompt_logprobs_list=[None, -0.1], _topk_prompt_logprobs_list=[None, [(1, -0.5)]]
+    )
+    tokens = types.ModelInput.from_ints([1, 2]).append_int(3)
+    output = types.ForwardBackwardOutput("x", [{"logprobs": flat}])
+    return {
+        "sparse": [sparse.data, sparse.sparse_crow_indices, sparse.sparse_col_indices, sparse.shape, sparse.dtype],
+        "sparse, dense again": [sparse.tolist(), sparse.tolist(3), sparse.to_numpy(pad_value=-1).tolist()],
+        "sparse, in torch": [sparse.to_torch(3).tolist(), str(sparse.to_torch().dtype)],
+        "one row": types.TensorData.from_torch_sparse(torch.zeros(5)).shape,
+        "flat": [flat.data, flat.shape, flat.tolist(), flat.to_torch().tolist(), str(flat.to_numpy().dtype)],
+        "nothing": [types.TensorData(dtype="int64").data, types.TensorData(dtype="int64").shape],
+        "arrays": [arrays.tokens, arrays.logprobs, arrays.topk_logprobs, arrays.stop_reason, arrays.sequence_id],
+        "lists": [lists.tokens, lists.logprobs, lists.topk_logprobs, lists.tokens_np is None],
+        "answer": [answer.prompt_logprobs, answer.topk_prompt_logprobs, answer.prompt_cache_hit_tokens],
+        "answer of lists": [listed.prompt_logprobs, listed.topk_prompt_logprobs],
+        "same list": [arrays.tokens is arrays.tokens, answer.prompt_logprobs is answer.prompt_logprobs],
+        "empty table": Topk(np.zeros((2, 0), np.int32), np.zeros((2, 0), np.float32)).token_ids.shape,
+        "input": [tokens.length, tokens.to_ints(), sum(c.length for c in tokens.chunks)],
+        "equal": [tokens == tokens.model_copy(), types.AdamParams() == types.AdamParams(eps=1.0)],
+        "output": [output.metrics, output.loss_fn_outputs[0]["logprobs"].tolist()],
+        "span": [types.PromptProvenanceSpan(sequence_id="a", length=0).offset],
+        "replaced": __import__("dataclasses").replace(output, metrics={"a": 1.0}).metrics,
+    }
+
+
+def refusals(types: Any, np: Any, torch: Any) -> dict[str, Any]:
+    """Calls that raise."""
+    tokens = types.ModelInput.from_ints([1, 2])
+    datum = types.Datum(tokens, {"target_tokens": [1, 2]})
+    span = types.PromptProvenanceSpan(sequence_id="a", length=2)
+    short = types.SampledProvenanceSpan(sequence_id="a", length=1)
+    return {
+        "a negative length": lambda: types.PromptProvenanceSpan(sequence_id="a", length=-1),
+        "a negative offset": lambda: types.SampledProvenanceSpan(sequence_id="a", length=1, offset=-1),
+        "no sequence": lambda: types.SampledProvenanceSpan(sequence_id="", length=1),
+        "a span by position": lambda: types.SampledProvenanceSpan("a", 0, 1),
+        "one list of spans": lambda: types.Datum(tokens, {}, [span]),
+        "no spans at all": lambda: types.Datum(tokens, {}, [1], [1]),
+        "spans that are too short": lambda: datum.with_provenance([short], [span]),
+        "target spans that are too short": lambda: datum.with_provenance([span], [short]),
+        "a span that changes": lambda: setattr(span, "length", 3),
+        "a datum that changes": lambda: setattr(datum, "model_input", tokens),
+        "parameters that change": lambda: setattr(types.AdamParams(), "eps", 1.0),
+        "ragged weights": lambda: types.Datum(tokens, {"weights": [[1], [1, 2]]}),
+        "no dtype": lambda: types.TensorData([1]),
+        "another dtype": lambda: types.TensorData([1], "int8"),
+        "another shape": lambda: types.TensorData([1], "int64", [2]),
+        "a fractional pad": lambda: types.TensorData.from_torch_sparse(torch.zeros(2, 2, dtype=torch.int64), 0.5),
+        "a step without parameters": lambda: types.OptimStepRequest(model_id="m"),
+        "a misspelt parameter": lambda: types.AdamParams(lr=1),
+        "a misspelt option": lambda: types.SampleRequest(prompt=tokens, sampling_params=types.SamplingParams(), n=1),
+        "a negative rate": lambda: types.DimuonParams(learning_rate=-1),
+        "an infinite rate": lambda: types.DimuonParams(learning_rate=float("inf")),
+        "a large beta": lambda: types.DimuonParams(learning_rate=1, beta1=1),
+        "a rate of text": lambda: types.DimuonParams(learning_rate="fast"),
+        "a second version": lambda: types.DimuonOptimizerConfig(version=2),
+        "another optimizer": lambda: types.AdamOptimizerConfig(type="sgd"),
+        "an extra": lambda: types.AdamOptimizerConfig(eps=1),
+        "an image as tokens": lambda: tokens.append(types.ImageChunk(data=b"", format="png")).to_ints(),
+        "an image of unknown length": lambda: types.ImageChunk(data=b"", format="png").length,
+        "fractional tokens": lambda: types.ModelInput.from_ints([1.5]),
+        "a rank of text": lambda: types.LoraConfig(rank="many"),
+        "a temperature of text": lambda: types.SamplingParams(temperature="hot"),
+    }
+
+
+REPORT = """
+import dataclasses, json, sys
+import numpy as np, torch, tinker
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.types.generic_event import GenericEvent
+from tinker.types.optimizer import OptimizerConfigBase, OptimParamsBase
+from tinker.types.topk_logprobs import TopkLogprobs
+from typing import get_args
+for kind in (GenericEvent, OptimizerConfigBase, OptimParamsBase, TopkLogprobs):
+    setattr(types, kind.__name__, kind)
+
+def plain(value):
+    return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
+
+def fields(kind):
+    if dataclasses.is_dataclass(kind):
+        found = {}
+        for field in dataclasses.fields(kind):
+            if not field.name.startswith("_"):
+                factory = field.default_factory
+                required = field.default is dataclasses.MISSING and factory is dataclasses.MISSING
+                value = None if required else field.default if factory is dataclasses.MISSING else factory()
+                found[field.name] = [required, plain(value)]
+        return found
+    return {
+        name: [info.is_required(), None if info.is_required() else plain(info.get_default(call_default_factory=True))]
+        for name, info in kind.model_fields.items()
+    }
+
+def refused(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return None
+
+given = types, np, torch
+json.dump({
+    "version": tinker.__version__,
+    "fields": {name: fields(getattr(types, name)) for name in CLASSES},
+    "literals": {name: list(get_args(getattr(types, name))) for name in LITERALS},
+    "aliases": [name for name in ALIASES if hasattr(types, name)],
+    "messages": {
+        name: [json.loads(m.model_dump_json()), json.loads(m.model_dump_json(exclude_none=True)),
+               json.loads(json.dumps(m.model_dump(), default=str))]
+        for name, m in messages(*given).items()
+    },
+    "passes": {
+        name: forward_backward_request_to_proto(r).SerializeToString(deterministic=True).hex()
+        for name, r in passes(*given).items()
+    },
+    "readings": readings(*given),
+    "refusals": {name: refused(call) for name, call in refusals(*given).items()},
+}, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def official() -> dict[str, Any]:
+    """What the official package makes of it all."""
+    code = "from __future__ import annotations\nfrom typing import Any\n"
+    code += "".join(inspect.getsource(function) + "\n" for function in (messages, passes, readings, refusals))
+    code += f"CLASSES, LITERALS, ALIASES = {CLASSES!r}, {LITERALS!r}, {ALIASES!r}\n{REPORT}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def fields(kind: type[Any]) -> dict[str, list[Any]]:
+    """The fields of one of our types: whether each is required, and its default."""
+    if dataclasses.is_dataclass(kind):
+        missing = dataclasses.MISSING
+        found = {}
+        for field in dataclasses.fields(kind):
+            if not field.name.startswith("_"):
+                required = field.default is missing and field.default_factory is missing
+                default: Any = field.default
+                if field.default_factory is not missing:
+                    default = field.default_factory()
+                found[field.name] = [required, None if required else to_builtins(default)]
+        return found
+    if issubclass(kind, Record):
+        found = {}
+        for info in msgspec.structs.fields(kind):
+            made = info.default_factory() if info.default_factory is not msgspec.NODEFAULT else info.default
+            found[info.name] = [info.required, None if info.required else to_builtins(made)]
+        return found
+    found = {}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            required = parameter.default is inspect.Parameter.empty
+            found[name] = [required, None if required else to_builtins(parameter.default)]
+    return found
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_fields_and_defaults_are_the_same(official: dict[str, Any], name: str) -> None:
+    theirs = official["fields"][name]
+    ours = fields(getattr(types, name))
+    assert ours.keys() - theirs.keys() == EXTRA_HERE.get(name, set()) | ({"data"} if name == "TensorData" else set())
+    assert theirs.keys() <= ours.keys()
+    for field, (required, default) in theirs.items():
+        if (name, field) in OPTIONAL_HERE:
+            assert not ours[field][0]
+        elif not (name == "TensorData" and field == "dtype"):  # checked when it is called, as theirs is
+            assert ours[field] == [required, default], field
+
+
+@pytest.mark.parametrize("name", LITERALS)
+def test_literals_are_the_same(official: dict[str, Any], name: str) -> None:
+    assert list(get_args(getattr(types, name))) == official["literals"][name]
+
+
+def test_aliases_are_there(official: dict[str, Any]) -> None:
+    assert official["aliases"] == ALIASES
+    assert not [name for name in ALIASES if name not in types.__all__]
+
+
+@pytest.mark.parametrize("name", messages(types, np, torch))
+def test_json_is_the_same(official: dict[str, Any], name: str) -> None:
+    message = messages(types, np, torch)[name]
+    full, sent, _ = official["messages"][name]
+    assert json.loads(message.model_dump_json()) == full
+    assert json.loads(message.model_dump_json(exclude_none=True)) == sent
+    assert json.loads(codec.encode(message).data) == sent
+    assert type(message).model_validate(message.model_dump()) == message
+    assert type(message).model_validate_json(message.model_dump_json()) == message
+
+
+@pytest.mark.parametrize("name", messages(types, np, torch))
+def test_dictionaries_are_the_same(official: dict[str, Any], name: str) -> None:
+    message = messages(types, np, torch)[name]
+    assert json.loads(json.dumps(message.model_dump(), default=str)) == official["messages"][name][2]
+
+
+@pytest.mark.parametrize("name", passes(types, np, torch))
+def test_protobuf_is_the_same(official: dict[str, Any], name: str) -> None:
+    request = passes(types, np, torch)[name]
+    body = codec.encode(request)
+    assert body.data.hex() == official["passes"][name]
+    back = codec.decode(types.ForwardBackwardRequest, body.data, body.content_type)
+    if name != "scalar":  # reads back as one number in a row
+        assert codec.encode(back).data == body.data
+
+
+@pytest.mark.parametrize("name", readings(types, np, torch))
+def test_readings_are_the_same(official: dict[str, Any], name: str) -> None:
+    assert json.loads(json.dumps(readings(types, np, torch)[name])) == official["readings"][name]
+
+
+@pytest.mark.parametrize("name", refusals(types, np, torch))
+def test_what_is_refused_is_refused_by_both(official: dict[str, Any], name: str) -> None:
+    assert official["refusals"][name] is not None
+    with pytest.raises((ValueError, TypeError, AttributeError)):
+        refusals(types, np, torch)[name]()
