@@ -58,6 +58,7 @@ GREETINGS: dict[str, Any] = {
     "session_heartbeat": {},
     "sessions/s/finish": {},
     "create_model": {"request_id": "created"},
+    "get_server_capabilities": {"supported_models": []},
 }
 
 
@@ -83,10 +84,11 @@ class FaultyServer:
     def _answer(self, seen: Seen) -> Answer:
         with self._lock:
             self.seen.append(seen)
-            script = self._scripts.get(seen.path)
+            path = seen.path if seen.path in self._scripts else seen.path.partition("?")[0]
+            script = self._scripts.get(path)
             if not script:
-                if seen.path in GREETINGS:
-                    return Answer(body=GREETINGS[seen.path])
+                if path in GREETINGS:
+                    return Answer(body=GREETINGS[path])
                 return Answer(404, {"detail": f"nothing scripted for {seen.path}"})
             answer = script.popleft() if len(script) > 1 else script[0]
         return answer if isinstance(answer, Answer) else answer(seen)
@@ -107,6 +109,8 @@ class FaultyServer:
         pairs = (line.split(":", 1) for line in head[1:] if line)
         headers = {name.strip().lower(): value.strip() for name, value in pairs}
         body = await reader.readexactly(int(headers.get("content-length", "0")))
+        if target.startswith("http://"):  # a request to a proxy names the whole address
+            target = "/" + target.split("/", 3)[3]
         seen = Seen(method, target.removeprefix("/api/v1/"), headers, body, time.monotonic())
         answer = self._answer(seen)
         await asyncio.sleep(answer.delay)

@@ -91,8 +91,8 @@ def test_what_is_no_address_is_refused(url: str) -> None:
 
 
 def test_the_key_is_not_shown() -> None:
-    config = Config.resolve(base_url="https://example.com", api_key="tml-secret", headers={"X-Gate": "hush"})
-    assert "secret" not in repr(config)
+    config = Config.resolve(base_url="https://example.com", api_key="tml-secret", default_headers={"X-Gate": "hush"})
+    assert "tml-secret" not in repr(config)
     assert "hush" not in repr(config)
     assert "secret" not in repr(ServiceClient(base_url="https://example.com", api_key="tml-secret"))
 

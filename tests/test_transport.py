@@ -277,7 +277,7 @@ def test_extra_headers_are_sent(faulty: FaultyServer) -> None:
     faulty.script("create_session", OK)
 
     async def run() -> None:
-        carrier = Transport(Config(base_url=faulty.base_url, headers={"CF-Access-Client-Id": "gate"}))
+        carrier = Transport(Config(base_url=faulty.base_url, default_headers={"CF-Access-Client-Id": "gate"}))
         await carrier.call(protocol.CREATE_SESSION, HELLO, headers={"X-One": "1"})
         await carrier.close()
 

@@ -7,8 +7,6 @@ value. What can be checked here is checked before anything is sent, and raises V
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import datetime as dt
 import logging
 import os
@@ -20,11 +18,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
-import msgspec
-
 from tinkex import protocol
 from tinkex.config import Config
-from tinkex.errors import APIResponseValidationError, ExperimentalWarning
+from tinkex.credentials import claims
+from tinkex.errors import APIResponseValidationError, ExperimentalWarning, TinkerError
 from tinkex.futures import Future, start
 from tinkex.protocol import PROTOCOL_VERSION, Operation
 from tinkex.transport import Reply, Transport
@@ -591,14 +588,14 @@ class RestClient(_Client):
         key = self._config.api_key or ""
 
         async def work(transport: Transport) -> WhoamiResponse:
-            claims = _claims(key) if key.startswith("eyJ") else {}
-            if not str(claims.get("iss", "")).startswith("passport-"):
-                claims = await _exchange_key(transport)
+            said = _claims(key) if key.startswith("eyJ") else {}
+            if not str(said.get("iss", "")).startswith("passport-"):
+                said = await _exchange_key(transport)
             try:
                 return WhoamiResponse(
-                    user_urn=claims["sub"],
-                    org_urn=f"tml:organization:{claims['org_id']}",
-                    email=claims.get("email") or None,
+                    user_urn=said["sub"],
+                    org_urn=f"tml:organization:{said['org_id']}",
+                    email=said.get("email") or None,
                 )
             except KeyError as error:
                 raise RuntimeError(f"the token does not say who it is for: {error} is missing") from None
@@ -770,13 +767,11 @@ def _expiry(reply: Reply) -> dt.datetime:
 
 
 def _claims(token: str) -> dict[str, Any]:
-    """What a token says, unverified: it came from the server itself, or is the caller's own."""
+    """What a token says of itself; nothing, when it cannot be read."""
     try:
-        payload = token.split(".")[1]
-        claims = msgspec.json.decode(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
-    except (IndexError, binascii.Error, ValueError):
+        return claims(token)
+    except TinkerError:
         return {}
-    return claims if isinstance(claims, dict) else {}
 
 
 async def _exchange_key(transport: Transport) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tinkex import protocol
 from tinkex.errors import GoneError, RateLimitError
 from tinkex.futures import Future, retrieve
 from tinkex.tokenizers import load_tokenizer
-from tinkex.types.inputs import DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput
+from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -151,7 +151,7 @@ class SamplingClient:
 
     async def _submit(self, request: SampleRequest) -> UntypedAPIFuture:
         """Pass the gate; back-pressure makes everyone wait, and the same request is then sent again."""
-        gate, size = self._session.gate, prompt_bytes(request.prompt)
+        gate, size = self._session.gate, request.prompt.estimated_bytes
         headers = {"X-Tinker-Sampling-Backpressure": "1"}
         while True:
             async with gate.passed(size):
@@ -209,22 +209,6 @@ class SamplingClient:
 
     def __repr__(self) -> str:
         return f"SamplingClient({self.sampling_session_id!r})"
-
-
-def prompt_bytes(prompt: ModelInput) -> int:
-    """Size of a prompt on the wire, as the protocol estimates it: ten bytes a token, media as they are."""
-    size = 0
-    for chunk in prompt.chunks:
-        match chunk:
-            case EncodedTextChunk():
-                size += 10 * chunk.length
-            case ImageChunk():
-                size += len(chunk.data)
-            case DmelChunk():
-                size += len(chunk.dmel)
-            case ImageAssetPointerChunk():
-                size += len(chunk.location)
-    return size
 
 
 async def open_sampling_client(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tinkex import protocol
 from tinkex.config import Config
 from tinkex.futures import Future, start
+from tinkex.limits import BreakerState
 from tinkex.sampling import SamplingClient, open_sampling_client
 from tinkex.session import Session
 from tinkex.training import TrainingClient
@@ -61,9 +62,13 @@ class ServiceClient:
             names = ", ".join(sorted(unknown))
             warnings.warn(f"ServiceClient ignores unknown arguments: {names}", FutureWarning, stacklevel=2)
         config = Config.resolve(
-            base_url=base_url, api_key=api_key, project_id=project_id, headers=default_headers_overrides
+            base_url=base_url,
+            api_key=api_key,
+            project_id=project_id,
+            user_metadata=user_metadata,
+            default_headers=default_headers_overrides,
         )
-        self._session = Session(config, user_metadata=user_metadata, display_name=display_name)
+        self._session = Session(config, display_name=display_name)
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -308,6 +313,10 @@ class ServiceClient:
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
         """Which models the server offers."""
         return await self._session.start(self._capabilities())
+
+    def circuit_breakers(self) -> dict[str, BreakerState]:
+        """The state of each endpoint's circuit breaker, when `circuit_breaker` is configured."""
+        return self._session.transport.breakers.states() if self._session.transport.breakers else {}
 
     def close(self, status: ClientSessionFinishReasonType = "success", detail: str | None = None) -> Future[None]:
         """Finish the session; a second call does nothing."""

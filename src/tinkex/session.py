@@ -48,7 +48,6 @@ class Session:
         self,
         config: Config,
         *,
-        user_metadata: dict[str, str] | None = None,
         display_name: str | None = None,
     ) -> None:
         self.config = config
@@ -58,7 +57,6 @@ class Session:
         self.closed = False
         self.model_seq_ids = itertools.count()
         self.sampling_session_seq_ids = itertools.count()
-        self._user_metadata = user_metadata
         self._display_name = display_name
         self._lock = threading.Lock()
         self._opening: Future[None] | None = None
@@ -95,9 +93,11 @@ class Session:
         hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
         patience = self.config.first_contact_patience
         self.client_config = await self.transport.call(protocol.CLIENT_CONFIG, hello, patience=patience)
+        if self.client_config.pjwt_auth_enabled:
+            self.transport.use_tokens()
         request = CreateSessionRequest(
             tags=list(self.config.tags),
-            user_metadata=self._user_metadata or {},
+            user_metadata=dict(self.config.user_metadata or {}),
             sdk_version=PROTOCOL_VERSION,
             project_id=self.config.project_id,
             display_name=self._display_name,

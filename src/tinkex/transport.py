@@ -6,6 +6,7 @@ An `Exchange` moves bytes: over sockets with aiohttp here, or straight into an A
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import random
@@ -21,7 +22,8 @@ import msgspec
 
 from tinkex import codec
 from tinkex._version import __version__
-from tinkex.config import Config, is_address, is_embedded
+from tinkex.config import Config, is_address, is_embedded, redact_headers
+from tinkex.credentials import Token, run_command
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -31,7 +33,9 @@ from tinkex.errors import (
     error_for,
     is_retryable,
 )
-from tinkex.protocol import PREFIX, Operation
+from tinkex.limits import BreakerRegistry
+from tinkex.protocol import AUTH_TOKEN, CLIENT_CONFIG, PREFIX, Operation
+from tinkex.types.account import AuthTokenResponse
 from tinkex.types.sessions import Empty
 
 if TYPE_CHECKING:
@@ -86,8 +90,10 @@ class Exchange(Protocol):
 class HttpExchange:
     """Exchanges over sockets."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, proxy: str | None = None, proxy_headers: Mapping[str, str] | None = None) -> None:
         self._base_url = base_url
+        self._proxy = proxy
+        self._proxy_headers = dict(proxy_headers or {}) if proxy else None
         self._session: aiohttp.ClientSession | None = None
 
     def _open(self) -> aiohttp.ClientSession:
@@ -106,6 +112,8 @@ class HttpExchange:
         from yarl import URL
 
         session = self._open()
+        if self._proxy_headers and self._base_url.startswith("http:"):  # aiohttp gives them to tunnels alone
+            headers = {**headers, **self._proxy_headers}
         try:
             async with session.request(
                 method,
@@ -114,6 +122,8 @@ class HttpExchange:
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=5),
                 allow_redirects=False,
+                proxy=self._proxy,
+                proxy_headers=self._proxy_headers,
             ) as response:
                 data = await response.read()
                 names = {name.lower(): value for name, value in response.headers.items()}
@@ -139,7 +149,7 @@ def open_exchange(config: Config) -> Exchange:
         module, name = EMBEDDED_FACTORY.split(":")
         factory: Callable[[str], Exchange] = getattr(import_module(module), name)
         return factory(config.base_url)
-    return HttpExchange(config.base_url)
+    return HttpExchange(config.base_url, config.proxy_url, config.proxy_authorization)
 
 
 class Transport:
@@ -156,10 +166,14 @@ class Transport:
         self._headers = {
             "User-Agent": f"tinkex/{__version__} (python)",
             "Accept": codec.JSON,
-            **config.headers,
+            **config.default_headers,
         }
-        if config.api_key:
-            self._headers["X-API-Key"] = config.api_key
+        if config.cf_access_client_id and config.cf_access_client_secret:
+            self._headers["CF-Access-Client-Id"] = config.cf_access_client_id
+            self._headers["CF-Access-Client-Secret"] = config.cf_access_client_secret
+        self._credential = config.api_key
+        self._token: Token | None = None
+        self.breakers = BreakerRegistry() if config.circuit_breaker else None
 
     async def close(self) -> None:
         """Release the connections; whoever still waits for an answer is told."""
@@ -167,6 +181,24 @@ class Transport:
         await self._exchange.close()
         if self._outside is not None:
             await self._outside.close()
+
+    def use_tokens(self) -> None:
+        """From now on, send a short-lived token that the credential is exchanged for."""
+        self._token = self._token or Token(self._exchange_credential)
+
+    async def _exchange_credential(self) -> str:
+        if self.config.credential_cmd and not self.config.api_key:
+            self._credential = None  # ask the command anew
+        answer: AuthTokenResponse = await self.call(AUTH_TOKEN, Empty())
+        return answer.jwt
+
+    async def _key_headers(self, op: Operation) -> dict[str, str]:
+        """The credential of a request: the token, where tokens are used, except to get one."""
+        if self._token is not None and op not in (AUTH_TOKEN, CLIENT_CONFIG):
+            return {"X-API-Key": await self._token.value()}
+        if self._credential is None and self.config.credential_cmd:
+            self._credential = await run_command(self.config.credential_cmd)
+        return {"X-API-Key": self._credential} if self._credential else {}
 
     async def call(
         self,
@@ -188,13 +220,15 @@ class Transport:
         body = None if request is None else await _encode(request, compress)
         key = {} if op.method == "GET" else {"X-Idempotency-Key": f"tinkex-{uuid.uuid4()}"}
         kind = {} if op.method == "GET" else {"Content-Type": codec.JSON}
-        merged = {**self._headers, **kind, **(body.headers if body else {}), **key, **(headers or {})}
-        url = target(op, path, query)
+        shared = {**self._headers, **await self._key_headers(op)}
+        merged = {**shared, **kind, **(body.headers if body else {}), **key, **(headers or {})}
+        url = target(op, path, {**self.config.default_query, **(query or {})})
         limit = self.config.timeout if timeout is None else timeout
 
         async def attempt(number: int) -> Reply:
             numbered = merged | {"X-Stainless-Retry-Count": str(number)}
-            return await self.send(op, url, numbered, body.data if body else None, limit)
+            sending = functools.partial(self.send, op, url, numbered, body.data if body else None, limit)
+            return await (self.breakers.get(f"{op.method} {op.path}").call(sending) if self.breakers else sending())
 
         reply = await self.persist(op, attempt, self.config.patience if patience is None else patience, final)
         if op.response is Empty:  # the status has said it all, whatever the body is
@@ -222,7 +256,9 @@ class Transport:
     ) -> Reply:
         """One attempt at a request without a body, with all statuses returned: the caller knows what they mean."""
         limit = self.config.timeout if timeout is None else timeout
-        return await self.exchange(op, target(op, path), {**self._headers, **(headers or {})}, None, limit)
+        return await self.exchange(
+            op, target(op, path), {**self._headers, **await self._key_headers(op), **(headers or {})}, None, limit
+        )
 
     def address(self, op: Operation, path: Mapping[str, str] | None, reply: Reply) -> str | None:
         """The whole address that an answer to a request sends on to, if it does."""
@@ -263,6 +299,9 @@ class Transport:
                 url = url.removeprefix("http://local") if is_embedded(self.config.base_url) else url
             else:
                 exchange, place = self._abroad(), urlsplit(url).hostname or ""
+        if self.config.dump_headers:
+            shown = redact_headers(headers)
+            logger.info("%s %s%s headers=%s body=%d bytes", op.method, place, url, shown, len(body or b""))
         try:
             return await exchange.send(op.method, url, headers, body, timeout)
         except TimeoutError as error:
@@ -282,7 +321,7 @@ class Transport:
     async def poll(self, op: Operation, request: Any, headers: Mapping[str, str], timeout: float) -> Reply:
         """One attempt at a long poll, with all statuses returned: the caller knows what they mean."""
         body = codec.encode(request)
-        merged = {**self._headers, **body.headers, **headers}
+        merged = {**self._headers, **await self._key_headers(op), **body.headers, **headers}
         return await self.exchange(op, f"{PREFIX}/{op.path}", merged, body.data, timeout)
 
     async def persist(
@@ -303,7 +342,8 @@ class Transport:
                 delay = backoff(number, getattr(error, "retry_after", None))
                 status = getattr(error, "status_code", 0)
                 allowed = min(CONFLICT_PATIENCE, patience) if status == 409 else patience
-                if status in final or not is_retryable(error) or time.monotonic() - started + delay > allowed:
+                spent = self.config.max_retries is not None and number > self.config.max_retries
+                if spent or status in final or not is_retryable(error) or time.monotonic() - started + delay > allowed:
                     raise _worn_out(error, number, time.monotonic() - started) from error.__cause__
                 if number == 1:
                     logger.warning("%s; trying again for up to %.0f s", error.message, allowed)

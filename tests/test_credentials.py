@@ -1,0 +1,282 @@
+"""Credentials: where they are found, tokens and their renewal, proxies and gates; and the tiers of settings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tinkex
+from faulty import Answer, Seen, faulty_server
+from tinkex import Config, ConfigurationError, ServiceClient, environment
+from tinkex.config import configure, mask_api_key
+from tinkex.credentials import RENEW_BEFORE, RENEW_NOW, Token, claims, stored_key
+
+
+def token(expires: float, **extra: Any) -> str:
+    body = base64.urlsafe_b64encode(json.dumps({"exp": expires, "sub": "u", **extra}).encode()).decode().rstrip("=")
+    return f"eyJh.{body}.sig"
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "TINKER_CREDENTIAL_CMD"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    configure()
+
+
+# ── tiers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_tier_yields_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = {"base_url": "http://localhost:1"}
+    assert Config.resolve(**base).default_headers == {}
+    monkeypatch.setenv("TINKEX_DEFAULT_HEADERS", '{"X-A": "env", "X-N": 3}')
+    assert Config.resolve(**base).default_headers == {"X-A": "env", "X-N": "3"}
+    configure(default_headers={"X-A": "configured"})
+    assert Config.resolve(**base).default_headers == {"X-A": "configured"}
+    assert Config.resolve(**base, default_headers={"X-A": "given"}).default_headers == {"X-A": "given"}
+    assert Config.resolve(**base, default_headers={}).default_headers == {}  # empty says something, None does not
+    assert Config.resolve(**base, default_headers=None).default_headers == {"X-A": "configured"}
+
+
+def test_false_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKEX_DUMP_HEADERS", "yes")
+    assert Config.resolve(base_url="local").dump_headers is True
+    assert Config.resolve(base_url="local", dump_headers=False).dump_headers is False
+
+
+@pytest.mark.parametrize(
+    ("mode", "timeout", "retries"), [("beam", 120, 2), ("elixir", 120, 2), ("PYTHON", 60, None), ("other", 60, None)]
+)
+def test_parity_presets(monkeypatch: pytest.MonkeyPatch, mode: str, timeout: float, retries: int | None) -> None:
+    monkeypatch.setenv("TINKEX_PARITY", mode)
+    config = Config.resolve(base_url="local")
+    assert (config.timeout, config.max_retries) == (timeout, retries)
+    assert Config.resolve(base_url="local", timeout=7, max_retries=0).timeout == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"timeout": 0}, "timeout must be a positive"),
+        ({"timeout": True}, "timeout must be a positive"),
+        ({"max_retries": -1}, "max_retries must be a non-negative integer"),
+        ({"proxy": "host:3128"}, "proxy URL scheme must be http or https"),
+        ({"default_headers": {" ": "x"}}, "blank key"),
+        ({"default_query": {"a": [1]}}, r"default_query\['a'\]"),
+        ({"default_headers": 3}, "must be a mapping"),
+        ({"project_id": "  "}, "project_id must not be blank"),
+        ({"base_url": "http://me:sekret@host"}, "invalid base_url: 'host'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        Config.resolve(**{"base_url": "http://localhost:1", "api_key": "tml-x", **settings})
+    assert "sekret" not in str(caught.value)
+
+
+def test_unknown_settings_are_refused() -> None:
+    with pytest.raises(TypeError, match="unknown setting 'colour'"):
+        Config.resolve(base_url="local", colour=1)
+    with pytest.raises(TypeError, match="unknown setting 'colour'"):
+        configure(colour=1)
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [("tml-abcdef123456", "tml-ab...3456"), ("abcd", "****"), ("abcde", "abc...bcde"), ("", ""), (None, None)],
+)
+def test_masks(key: str | None, shown: str | None) -> None:
+    assert mask_api_key(key) == shown
+
+
+def test_secrets_are_not_in_the_repr() -> None:
+    config = Config.resolve(
+        base_url="https://example.com",
+        api_key="tml-abcdefghijklmnop",
+        cf_access_client_id="id",
+        cf_access_client_secret="cfsecret",
+        default_headers={"Authorization": "Bearer sesame"},
+        proxy="http://me:hunter2@proxy:3128",
+        credential_cmd="pass show tinker",
+    )
+    for secret in ("abcdefghijkl", "cfsecret", "sesame", "hunter2", "pass show"):
+        assert secret not in repr(config)
+
+
+def test_the_environment_is_read_with_care() -> None:
+    values = {
+        "A": " yes ",
+        "B": "maybe",
+        "C": "a, ,b",
+        "D": "[1]",
+        "E": '{"x": true}',
+        "F": '[["a","b"],["c"]]',
+        "G": " ",
+    }
+    assert environment.flag("A", values) is True
+    assert environment.flag("B", values) is None
+    assert environment.words("C", values) == ("a", "b")
+    assert environment.mapping("D", values) is None
+    assert environment.mapping("E", values) == {"x": "true"}
+    assert environment.pairs("F", values) == (("a", "b"),)
+    assert environment.text("G", values) is None
+
+
+# ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_stored_key_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stored_key() is None
+    folder = tmp_path / ".tinker"
+    folder.mkdir()
+    stored = {"version": 1, "default": "5", "keys": {"5": {"type": "manual", "key": "tml-stored"}}}
+    (folder / "credentials.json").write_text(json.dumps(stored))
+    assert Config.resolve().api_key == "tml-stored"
+    assert Config.resolve(base_url="http://localhost:1").api_key is None  # it is for the service, not for this machine
+    monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "echo tml-cmd")
+    assert Config.resolve().api_key is None
+    monkeypatch.setenv("TINKER_API_KEY", "tml-env")
+    assert Config.resolve().api_key == "tml-env"
+    (folder / "credentials.json").write_text("{broken")
+    assert stored_key() is None
+
+
+def test_a_command_gives_the_credential(monkeypatch: pytest.MonkeyPatch) -> None:
+    with faulty_server() as server:
+        monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "printf 'tml-from-command\\n'")
+        with ServiceClient(base_url=server.base_url) as service:
+            service.get_server_capabilities()
+        keys = {seen.headers.get("x-api-key") for seen in server.seen}
+        assert keys == {"tml-from-command"}
+
+
+@pytest.mark.parametrize(("command", "words"), [("exit 3", "exit code 3"), ("true", "printed nothing")])
+def test_a_command_that_gives_nothing_is_told(monkeypatch: pytest.MonkeyPatch, command: str, words: str) -> None:
+    monkeypatch.setenv("TINKER_CREDENTIAL_CMD", command)
+    with ServiceClient(base_url="http://127.0.0.1:1") as service, pytest.raises(ConfigurationError, match=words):
+        service.get_server_capabilities()
+
+
+def test_a_server_that_wants_tokens_gets_them() -> None:
+    given = token(4e9)
+    with faulty_server() as server:
+        server.script("client/config", Answer(body={"pjwt_auth_enabled": True}))
+        server.script("auth/token", Answer(body={"jwt": given}))
+        with ServiceClient(base_url=server.base_url, api_key="tml-raw") as service:
+            service.get_server_capabilities()
+        sent = {seen.path: seen.headers.get("x-api-key") for seen in server.seen}
+    assert sent["client/config"] == sent["auth/token"] == "tml-raw"
+    assert sent["create_session"] == sent["get_server_capabilities"] == given
+
+
+async def test_a_token_is_renewed_in_time_and_once_at_a_time() -> None:
+    now, made = [1000.0], list[str]()
+
+    async def exchange() -> str:
+        await asyncio.sleep(0)
+        made.append(token(now[0] + 1000, n=len(made)))
+        return made[-1]
+
+    held = Token(exchange, lambda: now[0])
+    assert set(await asyncio.gather(*(held.value() for _ in range(5)))) == {made[0]}
+    assert len(made) == 1
+    now[0] += 1000 - RENEW_BEFORE + 1
+    assert await held.value() == made[0]  # still good; a new one is fetched behind the scenes
+    await asyncio.sleep(0.01)
+    assert await held.value() == made[1]
+    now[0] += 1000 - RENEW_NOW + 1
+    assert await held.value() == made[2]
+
+
+async def test_an_old_token_is_kept_while_it_cannot_be_renewed() -> None:
+    now, fail = [1000.0], [False]
+
+    async def exchange() -> str:
+        if fail[0]:
+            raise tinkex.APIConnectionError("down")
+        return token(now[0] + 1000)
+
+    held = Token(exchange, lambda: now[0])
+    first = await held.value()
+    fail[0], now[0] = True, 1990.0
+    assert await held.value() == first
+    with pytest.raises(tinkex.APIConnectionError):
+        await Token(exchange).value()
+
+
+@pytest.mark.parametrize("text", ["", "eyJ", "a.b.c", "a.bnVsbA.c"])
+def test_a_token_that_cannot_be_read_says_so(text: str) -> None:
+    with pytest.raises(tinkex.TinkerError, match="cannot be read"):
+        claims(text)
+
+
+# ── on the way ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_proxy_is_really_used() -> None:
+    with faulty_server() as proxy:
+        configure(proxy=proxy.base_url.replace("http://", "http://me:pass@"))
+        service = ServiceClient(base_url="http://tinker.invalid:81", api_key="tml-x")
+        service.get_server_capabilities()
+        service.close("success").result(10)
+        first: Seen = proxy.seen[0]
+    assert first.headers["host"] == "tinker.invalid:81"
+    assert first.headers["proxy-authorization"] == "Basic bWU6cGFzcw=="
+
+
+def test_gate_headers_and_default_query_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLOUDFLARE_ACCESS_CLIENT_ID", "gate")
+    monkeypatch.setenv("CLOUDFLARE_ACCESS_CLIENT_SECRET", "open")
+    configure(default_query={"tenant": "a b"})
+    with faulty_server() as server:
+        with ServiceClient(base_url=server.base_url) as service:
+            service.get_server_capabilities()
+        for seen in server.seen:
+            assert seen.headers["cf-access-client-id"] == "gate"
+            assert seen.headers["cf-access-client-secret"] == "open"
+        assert "tenant=a+b" in server.seen[0].path or "tenant=a%20b" in server.seen[0].path
+
+
+def test_dumped_headers_are_redacted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tinkex")
+    configure(dump_headers=True)
+    with faulty_server() as server, ServiceClient(base_url=server.base_url, api_key="tml-sesame") as service:
+        service.get_server_capabilities()
+    assert "X-API-Key" in caplog.text
+    assert "[REDACTED]" in caplog.text
+    assert "sesame" not in caplog.text
+
+
+def test_retries_can_be_counted() -> None:
+    configure(max_retries=1)
+    with faulty_server() as server:
+        server.script("get_server_capabilities", *[Answer(503) for _ in range(5)])
+        with ServiceClient(base_url=server.base_url) as service, pytest.raises(tinkex.InternalServerError) as caught:
+            service.get_server_capabilities()
+        assert caught.value.attempts == 2
+
+
+def test_a_breaker_opens_for_its_endpoint_alone() -> None:
+    configure(circuit_breaker=True, max_retries=0)
+    with faulty_server() as server:
+        server.script("get_server_capabilities", *[Answer(503) for _ in range(9)])
+        with ServiceClient(base_url=server.base_url) as service:
+            for _ in range(5):
+                with pytest.raises(tinkex.InternalServerError):
+                    service.get_server_capabilities()
+            count = len(server.seen)
+            with pytest.raises(tinkex.TinkerError, match="circuit breaker"):
+                service.get_server_capabilities()
+            assert len(server.seen) == count
+            assert service.circuit_breakers()["GET get_server_capabilities"] == "open"
+            assert service.circuit_breakers()["POST create_session"] == "closed"
