@@ -18,7 +18,7 @@ from support import MODEL, Wire, make_data, sample_json, serving, step_json
 from tinkex import AdamParams, LocalBackend, ModelInput, SamplingParams, ServiceClient
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.handlers import Limits
+from tinkex.server.state import Limits
 from tinkex.types import Datum
 
 Make = Callable[..., ServiceClient]

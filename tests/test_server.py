@@ -17,8 +17,8 @@ from support import Wire, pass_json, sample_json, serving, step_json
 from tinkex import codec, protobuf, types
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.handlers import Limits
 from tinkex.server.promises import KEEP_READ, KEEP_UNREAD, Promises
+from tinkex.server.state import Limits
 
 
 class Recorder:

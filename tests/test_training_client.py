@@ -19,8 +19,8 @@ from faulty import Answer, FaultyServer, faulty_server
 from tinkex import ServiceClient, TrainingClient, types
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server import handlers
-from tinkex.server.handlers import Limits
+from tinkex.server import handlers, submission
+from tinkex.server.state import Limits
 
 Make = Callable[..., ServiceClient]
 STEP = types.AdamParams(learning_rate=0.1)
@@ -61,7 +61,7 @@ def log() -> Log:
 def numbers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The seq_ids in the order in which the server got them."""
     arrived: list[int] = []
-    original = handlers.enqueue
+    original = submission.enqueue
 
     async def enqueue(state: Any, call: Any, model_id: str, seq_id: int, *work: Any) -> Any:
         arrived.append(seq_id)

@@ -20,7 +20,9 @@ from tinkex import codec
 from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
-from tinkex.server.handlers import CARRY_ON, HANDLERS, Call, Limits, Refusal, State, digest_of, spend_number
+from tinkex.server.handlers import HANDLERS
+from tinkex.server.state import CARRY_ON, Call, Limits, Refusal, State
+from tinkex.server.submission import digest_of, spend_number
 from tinkex.types.record import to_json
 from tinkex.types.sessions import FutureRetrieveRequest, RequestErrorCategory, RequestFailedResponse
 

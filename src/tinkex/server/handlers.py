@@ -7,27 +7,19 @@ work to the worker and returns a receipt. Whatever fails after that fails in ban
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import logging
-import os
-import re
 import secrets
-import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
-from tinkex.engine import BaseModel, Engine, EngineError
-from tinkex.server.promises import Promise, Promises
-from tinkex.server.scheduler import Lane, Worker
-from tinkex.server.store import Run, Sampler, SavedCheckpoint, Store
+from tinkex.engine import EngineError
+from tinkex.server.checkpoints import find_checkpoint, save_checkpoint
+from tinkex.server.samplers import draw, find_source
+from tinkex.server.state import CARRY_ON, Call, LiveRun, Refusal, State
+from tinkex.server.store import Run, Sampler
+from tinkex.server.submission import digest_of, enqueue, failed_receipt, live_run, promise_once
 from tinkex.types.checkpoints import (
-    KINDS,
-    SCHEME,
     LoadWeightsRequest,
     LoadWeightsResponse,
     ParsedCheckpointTinkerPath,
@@ -44,7 +36,6 @@ from tinkex.types.sampling import (
     CreateSamplingSessionResponse,
     GetSamplerResponse,
     SampleRequest,
-    SampleResponse,
 )
 from tinkex.types.sessions import (
     ClientConfigRequest,
@@ -77,149 +68,7 @@ from tinkex.types.training import (
     UntypedAPIFuture,
 )
 
-logger = logging.getLogger("tinkex.server")
-
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 DEFAULT_RANK = 32
-CARRY_ON = "carry on from a saved state with create_training_client_from_state_with_optimizer"
-MIN_TTL, MAX_TTL = 3600, 10 * 366 * 24 * 3600
-
-
-class Refusal(Exception):
-    """A request that is answered with an HTTP error."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.detail = detail
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the server will not exceed."""
-
-    poll_seconds: float = 25.0
-    gap_seconds: float = 60.0
-    session_seconds: float = 1800.0
-    body_bytes: int = 1 << 30
-    samples: int = 1024
-    samplers: int = 64
-    snapshots: int = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """An operation that waits for its turn."""
-
-    promise: Promise
-    work: Callable[[], Any]
-    after: Callable[[Any], Any] | None = None
-    """What is to be done with the work's result, on the event loop."""
-
-
-@dataclass(slots=True)
-class LiveRun:
-    """A training run whose adapter is in the engine."""
-
-    run: Run
-    lane: Lane[Queued] = field(default_factory=lambda: Lane[Queued]())
-    gap: int | None = None
-    gap_timer: asyncio.TimerHandle | None = None
-
-
-@dataclass(slots=True)
-class Call:
-    """A decoded request and what came with it."""
-
-    request: Any
-    path: dict[str, str]
-    digest: bytes
-
-
-class State:
-    """Everything a running server knows; made by `create_app`, started and stopped by its lifespan."""
-
-    def __init__(self, engine: Engine, data_dir: Path, limits: Limits) -> None:
-        data_dir = data_dir.expanduser().resolve()
-        self.engine = engine
-        self.data_dir = data_dir
-        self.limits = limits
-        self.worker = Worker(engine)
-        self.promises = Promises()
-        self.runs: dict[str, LiveRun] = {}
-        self.heard: dict[str, float] = {}
-        self.snapshots: dict[str, Path | None] = {}
-        """Nameless samplers, and where their weights are once they had to make room in memory."""
-        self.loading: dict[str, asyncio.Future[None]] = {}
-        data_dir.mkdir(parents=True, exist_ok=True)
-        self.checkpoint_dir = data_dir / "checkpoints"
-        self.checkpoint_dir.mkdir(exist_ok=True)
-        self.store = Store(data_dir / "tinkex.sqlite3")
-
-    def base_model(self, name: str) -> BaseModel:
-        """A base model by name; the error lists the ones there are."""
-        models = {model.name: model for model in self.engine.models()}
-        if name not in models:
-            raise EngineError(f"there is no base model {name!r}; this server has: {', '.join(sorted(models))}")
-        return models[name]
-
-    def end_session(self, session_id: str) -> None:
-        """Free what a session holds in memory; its runs and checkpoints stay on record."""
-        self.heard.pop(session_id, None)
-        for model_id in [m for m, live in self.runs.items() if live.run.session_id == session_id]:
-            live = self.runs.pop(model_id)
-            if live.gap_timer is not None:
-                live.gap_timer.cancel()
-            self.worker.run(self.engine.drop, model_id)
-        self.worker.cancel_samples(f"{session_id}:")
-        for sampler in [name for name in self.snapshots if name.startswith(f"{session_id}:")]:
-            self.worker.run(self._forget_snapshot, sampler, self.snapshots.pop(sampler))
-            self.loading.pop(sampler, None)
-        self.promises.forget_session(session_id)
-
-    def was_known(self, request_id: str) -> bool:
-        """Whether a request that is not known belongs to a run or sampler of an earlier life of the server."""
-        owner = request_id.rpartition(":")[0]
-        return owner not in self.runs and (self.store.run(owner) is not None or self.store.sampler(owner) is not None)
-
-    def keep_snapshot(self, session_id: str, sampler: str) -> None:
-        """Take a nameless sampler in; the oldest beyond what memory is to hold are put on disk."""
-        if session_id not in self.heard:
-            self.worker.run(self.engine.drop_sampler, sampler)
-            raise EngineError("the session has ended")
-        self.snapshots[sampler] = None
-        in_memory = [name for name, directory in self.snapshots.items() if directory is None]
-        for name in in_memory[: -self.limits.snapshots]:
-            directory = self.data_dir / "snapshots" / name.replace(":", "_")
-            self.snapshots[name] = directory  # whoever asks from now on is queued behind the saving
-            self.worker.run(self._spill_snapshot, name, directory)
-
-    def _spill_snapshot(self, sampler: str, directory: Path) -> None:
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        self.engine.save_sampler(sampler, directory)
-        self.engine.drop_sampler(sampler)
-
-    def _forget_snapshot(self, sampler: str, directory: Path | None) -> None:
-        self.engine.drop_sampler(sampler)
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-
-    async def tend(self) -> None:
-        """Until cancelled: forget results whose time is over, and sessions that fell silent."""
-        while True:
-            await asyncio.sleep(15)
-            try:
-                await self._sweep()
-            except Exception:
-                logger.exception("tidying up failed; it is tried again")
-
-    async def _sweep(self) -> None:
-        self.promises.sweep()
-        silent = time.monotonic() - self.limits.session_seconds
-        for session_id in [s for s, heard in self.heard.items() if heard < silent]:
-            await asyncio.to_thread(self.store.finish_session, session_id, "expired", "no heartbeat")
-            self.end_session(session_id)
 
 
 # ── sessions and configuration ───────────────────────────────────────────────────────────────────────────────────
@@ -347,117 +196,6 @@ def new_run(
     return run
 
 
-def promise_once(
-    state: State,
-    request_id: str,
-    session_id: str,
-    call: Call,
-    begin: Callable[[], Awaitable[Any]],
-    model_id: str | None = None,
-) -> UntypedAPIFuture:
-    """A receipt for work that has no place in a lane; the same request again gets the same receipt."""
-    if state.promises.get(request_id) is None:
-        promise = state.promises.add(request_id, call.digest, session_id)
-        state.promises.follow(promise, begin())
-    return UntypedAPIFuture(request_id=request_id, model_id=model_id)
-
-
-async def live_run(state: State, model_id: str) -> LiveRun:
-    """The run an operation is for."""
-    live = state.runs.get(model_id)
-    if live is not None:
-        state.heard[live.run.session_id] = time.monotonic()
-        return live
-    if await asyncio.to_thread(state.store.run, model_id) is None:
-        raise Refusal(404, f"there is no model {model_id!r}")
-    raise Refusal(
-        410,
-        f"model {model_id!r} is no longer loaded (its session ended or the server was restarted); {CARRY_ON}",
-    )
-
-
-async def enqueue(
-    state: State,
-    call: Call,
-    model_id: str,
-    seq_id: int | None,
-    work: Callable[[], Any],
-    after: Callable[[Any], Any] | None = None,
-) -> UntypedAPIFuture:
-    """Put an operation into its run's lane; a repeated number gives the original receipt."""
-    live = await live_run(state, model_id)
-    number = live.lane.free if seq_id is None else seq_id
-    if number < 1:
-        raise Refusal(400, f"seq_id must be at least 1, got {number}")
-    request_id = f"{model_id}:{number}"
-    known = state.promises.get(request_id)
-    if known is not None and known.digest == call.digest:
-        return UntypedAPIFuture(request_id=request_id, model_id=model_id)
-    if known is not None:
-        receipt = failed_receipt(state, request_id, live.run.session_id, call)
-        return UntypedAPIFuture(request_id=receipt, model_id=model_id)
-    promise = state.promises.add(request_id, call.digest, live.run.session_id)
-    try:
-        released = live.lane.offer(number, Queued(promise, work, after))
-    except ValueError:
-        promise.fail(f"request number {number} of this run has passed; the next one is {live.lane.next}")
-        released = []
-    for queued in released:
-        state.promises.follow(queued.promise, _execute(state.worker.run(queued.work), queued.after))
-    _watch_gap(state, live)
-    return UntypedAPIFuture(request_id=request_id, model_id=model_id)
-
-
-async def spend_number(state: State, numbered: tuple[str, int] | None, body: bytes, why: str) -> None:
-    """Let a refused request use its number up: its client has moved on, and later requests must not wait for it."""
-    if numbered is None or numbered[0] not in state.runs:
-        return
-
-    def work() -> None:
-        raise EngineError(why)
-
-    await enqueue(state, Call(None, {}, digest_of("", body)), *numbered, work)
-
-
-def failed_receipt(state: State, request_id: str, session_id: str, call: Call) -> str:
-    """The id of a failure for a request whose number belongs to another: it is read like any other result."""
-    failed_id = f"{request_id}:{call.digest.hex()[:12]}"
-    if state.promises.get(failed_id) is None:
-        number = request_id.rpartition(":")[2]
-        promise = state.promises.add(failed_id, call.digest, session_id)
-        promise.fail(f"request number {number} was used before, for another request")
-    return failed_id
-
-
-async def _execute(running: asyncio.Future[Any], after: Callable[[Any], Any] | None) -> Any:
-    result = await running
-    return after(result) if after else result
-
-
-def _watch_gap(state: State, live: LiveRun) -> None:
-    """Start, or stop, the clock of a missing number; others that arrive meanwhile do not set it back."""
-    missing = live.lane.missing
-    if missing == live.gap:
-        return
-    live.gap = missing
-    if live.gap_timer is not None:
-        live.gap_timer.cancel()
-        live.gap_timer = None
-    if missing is not None:
-        loop = asyncio.get_running_loop()
-        live.gap_timer = loop.call_later(state.limits.gap_seconds, _close_gap, live, missing)
-
-
-def _close_gap(live: LiveRun, missing: int) -> None:
-    live.gap = live.gap_timer = None
-    abandoned = live.lane.give_up()
-    for queued in abandoned:
-        queued.promise.fail(
-            f"request number {missing} of this run never arrived, so the {len(abandoned)} after it were not "
-            "executed; the run goes on with the next request"
-        )
-
-
 async def forward_backward(state: State, call: Call) -> UntypedAPIFuture:
     """A pass, with or without its gradient."""
     request: ForwardBackwardRequest = call.request
@@ -520,70 +258,6 @@ async def get_info(state: State, call: Call) -> GetInfoResponse:
 # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def save_checkpoint(
-    state: State,
-    run: Run,
-    kind: str,
-    name: str,
-    *,
-    optimizer: bool,
-    overwrite: bool,
-    ttl_seconds: int | None,
-    user_metadata: dict[str, str] | None,
-) -> str:
-    """Write to a temporary name, rename, then record: a checkpoint is whole or not there. On the worker."""
-    if not NAME.fullmatch(name):
-        raise EngineError(
-            f"checkpoint name {name!r} is not allowed: use letters, digits, '.', '_' and '-', at most 200"
-        )
-    if ttl_seconds is not None and not MIN_TTL <= ttl_seconds <= MAX_TTL:
-        raise EngineError(f"ttl_seconds must lie between {MIN_TTL} and {MAX_TTL}, got {ttl_seconds}")
-    path = f"{SCHEME}{run.model_id}/{kind}/{name}"
-    existing = state.store.checkpoint(path)
-    if existing is not None and not overwrite:
-        hint = "; pass overwrite=True to replace it" if kind == "weights" else ""
-        raise EngineError(f"checkpoint {path} exists already{hint}")
-    parent = state.checkpoint_dir / run.model_id.replace(":", "_") / kind
-    parent.mkdir(parents=True, exist_ok=True)
-    target = parent / (name if existing is None else f"{name}.{secrets.token_hex(4)}")
-    scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
-    try:
-        state.engine.save(run.model_id, scratch, optimizer=optimizer)
-        if target.exists():  # an expired checkpoint, or one whose record was lost: the name is free
-            shutil.rmtree(target)
-        scratch.rename(target)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    _sync_directory(parent)
-    state.store.put_checkpoint(
-        SavedCheckpoint(
-            tinker_path=path,
-            model_id=run.model_id,
-            directory=target,
-            created=time.time(),
-            base_model=run.base_model,
-            lora=run.lora,
-            optimizer=run.optimizer,
-            size_bytes=sum(file.stat().st_size for file in target.iterdir()),
-            expires=None if ttl_seconds is None else time.time() + ttl_seconds,
-            user_metadata=user_metadata or {},
-        )
-    )
-    if existing is not None:
-        shutil.rmtree(existing.directory, ignore_errors=True)
-    return path
-
-
-def _sync_directory(path: Path) -> None:
-    if os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 async def save_weights(state: State, call: Call) -> UntypedAPIFuture:
     """Save weights and optimizer state."""
     request: SaveWeightsRequest = call.request
@@ -638,25 +312,6 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
     # The official client counts sampling_session_seq_id up when it retries: it does not make another request of it.
     call.digest = digest_of("", to_json(request.model_copy(update={"sampling_session_seq_id": None})))
     return await enqueue(state, call, request.model_id, request.seq_id, work, after)
-
-
-def find_checkpoint(state: State, path: str, kind: str, base_model: str | None = None) -> SavedCheckpoint:
-    """A checkpoint of the kind (and the base model) an operation needs; each mistake gets its own message."""
-    try:
-        parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
-    except ValueError as error:
-        raise EngineError(str(error)) from None
-    if parsed.checkpoint_type != KINDS[kind]:
-        raise EngineError(
-            f"{path} is a {parsed.checkpoint_type} checkpoint; this needs a {KINDS[kind]} one "
-            f"(tinker://<run>/{kind}/<name>)"
-        )
-    saved = state.store.checkpoint(path)
-    if saved is None:
-        raise EngineError(f"there is no checkpoint {path}; it was never saved, or has been deleted or expired")
-    if base_model is not None and saved.base_model != base_model:
-        raise EngineError(f"checkpoint {path} is of base model {saved.base_model!r}, this is {base_model!r}")
-    return saved
 
 
 async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
@@ -794,64 +449,6 @@ async def _sampler_of(state: State, request: SampleRequest) -> Sampler:
     return sampler
 
 
-@dataclass(frozen=True, slots=True)
-class WeightSource:
-    """Where a sampler's weights are: the engine's name for them, and the files they can be loaded from."""
-
-    name: str
-    base_model: str
-    directory: Path | None = None
-    is_loadable: bool = True
-
-
-async def find_source(state: State, sampler: Sampler) -> WeightSource:
-    """The weights behind a sampler, as they are now; refuses what is no longer there."""
-    if sampler.is_snapshot:
-        if sampler.sampler_id not in state.snapshots:
-            raise Refusal(
-                410, f"the weights of sampler {sampler.sampler_id!r} went with their session; save them again"
-            )
-        directory = state.snapshots[sampler.sampler_id]
-        return WeightSource(sampler.sampler_id, sampler.base_model, directory, is_loadable=directory is not None)
-    if sampler.model_path is None:
-        return WeightSource(f"base/{sampler.base_model}", sampler.base_model)
-    saved = await asyncio.to_thread(state.store.checkpoint, sampler.model_path)
-    if saved is None:
-        raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
-    # The time belongs to the name: a path may be saved again once its first checkpoint has expired.
-    return WeightSource(f"{saved.tinker_path}@{saved.created}", saved.base_model, saved.directory)
-
-
-async def draw(
-    state: State, request_id: str, source: WeightSource, request: SampleRequest, seed: int
-) -> SampleResponse:
-    """Queue the loading of weights that are not there yet, then the sample, without a pause between the two.
-
-    The worker keeps that order, and a job holds its weights: they cannot be dropped before it has them.
-    """
-    loading = load(state, source) if source.is_loadable else None
-    try:
-        return await state.worker.sample(request_id, source.name, request, seed)
-    except EngineError:
-        if loading is not None and loading.done() and (error := loading.exception()) is not None:
-            raise error from None
-        raise
-
-
-def load(state: State, source: WeightSource) -> asyncio.Future[None]:
-    """Load weights unless they are there or on their way; the longest unused make room. A failure is not kept."""
-    loading = state.loading.pop(source.name, None)
-    if loading is None:
-        loading = state.worker.run(state.engine.load_sampler, source.name, source.base_model, source.directory)
-        loading.add_done_callback(lambda done: state.loading.pop(source.name, None) if done.exception() else None)
-    state.loading[source.name] = loading  # the last used comes last
-    while len(state.loading) > state.limits.samplers:
-        oldest = next(iter(state.loading))
-        del state.loading[oldest]
-        state.worker.run(state.engine.drop_sampler, oldest)
-    return loading
-
-
 Handler: TypeAlias = Callable[[State, Call], Awaitable[Any]]
 
 HANDLERS: dict[str, Handler] = {
@@ -879,8 +476,3 @@ HANDLERS: dict[str, Handler] = {
         telemetry,
     )
 }
-
-
-def digest_of(path: str, body: bytes) -> bytes:
-    """What makes two requests the same request."""
-    return hashlib.blake2b(body, digest_size=16, person=path.encode()[:16]).digest()

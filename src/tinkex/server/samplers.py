@@ -1,0 +1,70 @@
+"""The weights behind samplers: found, loaded when needed, dropped when others need the room."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkex.engine import EngineError
+from tinkex.server.state import Refusal, State
+from tinkex.server.store import Sampler
+from tinkex.types.sampling import SampleRequest, SampleResponse
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where a sampler's weights are: the engine's name for them, and the files they can be loaded from."""
+
+    name: str
+    base_model: str
+    directory: Path | None = None
+    is_loadable: bool = True
+
+
+async def find_source(state: State, sampler: Sampler) -> WeightSource:
+    """The weights behind a sampler, as they are now; refuses what is no longer there."""
+    if sampler.is_snapshot:
+        if sampler.sampler_id not in state.snapshots:
+            raise Refusal(
+                410, f"the weights of sampler {sampler.sampler_id!r} went with their session; save them again"
+            )
+        directory = state.snapshots[sampler.sampler_id]
+        return WeightSource(sampler.sampler_id, sampler.base_model, directory, is_loadable=directory is not None)
+    if sampler.model_path is None:
+        return WeightSource(f"base/{sampler.base_model}", sampler.base_model)
+    saved = await asyncio.to_thread(state.store.checkpoint, sampler.model_path)
+    if saved is None:
+        raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
+    # The time belongs to the name: a path may be saved again once its first checkpoint has expired.
+    return WeightSource(f"{saved.tinker_path}@{saved.created}", saved.base_model, saved.directory)
+
+
+async def draw(
+    state: State, request_id: str, source: WeightSource, request: SampleRequest, seed: int
+) -> SampleResponse:
+    """Queue the loading of weights that are not there yet, then the sample, without a pause between the two.
+
+    The worker keeps that order, and a job holds its weights: they cannot be dropped before it has them.
+    """
+    loading = load(state, source) if source.is_loadable else None
+    try:
+        return await state.worker.sample(request_id, source.name, request, seed)
+    except EngineError:
+        if loading is not None and loading.done() and (error := loading.exception()) is not None:
+            raise error from None
+        raise
+
+
+def load(state: State, source: WeightSource) -> asyncio.Future[None]:
+    """Load weights unless they are there or on their way; the longest unused make room. A failure is not kept."""
+    loading = state.loading.pop(source.name, None)
+    if loading is None:
+        loading = state.worker.run(state.engine.load_sampler, source.name, source.base_model, source.directory)
+        loading.add_done_callback(lambda done: state.loading.pop(source.name, None) if done.exception() else None)
+    state.loading[source.name] = loading  # the last used comes last
+    while len(state.loading) > state.limits.samplers:
+        oldest = next(iter(state.loading))
+        del state.loading[oldest]
+        state.worker.run(state.engine.drop_sampler, oldest)
+    return loading

@@ -1,0 +1,158 @@
+"""Everything a running server knows, and the words its parts share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinkex.engine import BaseModel, Engine, EngineError
+from tinkex.server.promises import Promise, Promises
+from tinkex.server.scheduler import Lane, Worker
+from tinkex.server.store import Run, Store
+
+logger = logging.getLogger("tinkex.server")
+
+CARRY_ON = "carry on from a saved state with create_training_client_from_state_with_optimizer"
+
+
+class Refusal(Exception):
+    """A request that is answered with an HTTP error."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server will not exceed."""
+
+    poll_seconds: float = 25.0
+    gap_seconds: float = 60.0
+    session_seconds: float = 1800.0
+    body_bytes: int = 1 << 30
+    samples: int = 1024
+    samplers: int = 64
+    snapshots: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """An operation that waits for its turn."""
+
+    promise: Promise
+    work: Callable[[], Any]
+    after: Callable[[Any], Any] | None = None
+    """What is to be done with the work's result, on the event loop."""
+
+
+@dataclass(slots=True)
+class LiveRun:
+    """A training run whose adapter is in the engine."""
+
+    run: Run
+    lane: Lane[Queued] = field(default_factory=lambda: Lane[Queued]())
+    gap: int | None = None
+    gap_timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """A decoded request and what came with it."""
+
+    request: Any
+    path: dict[str, str]
+    digest: bytes
+
+
+class State:
+    """Everything a running server knows; made by `create_app`, started and stopped by its lifespan."""
+
+    def __init__(self, engine: Engine, data_dir: Path, limits: Limits) -> None:
+        data_dir = data_dir.expanduser().resolve()
+        self.engine = engine
+        self.data_dir = data_dir
+        self.limits = limits
+        self.worker = Worker(engine)
+        self.promises = Promises()
+        self.runs: dict[str, LiveRun] = {}
+        self.heard: dict[str, float] = {}
+        self.snapshots: dict[str, Path | None] = {}
+        """Nameless samplers, and where their weights are once they had to make room in memory."""
+        self.loading: dict[str, asyncio.Future[None]] = {}
+        data_dir.mkdir(parents=True, exist_ok=True)
+        self.checkpoint_dir = data_dir / "checkpoints"
+        self.checkpoint_dir.mkdir(exist_ok=True)
+        self.store = Store(data_dir / "tinkex.sqlite3")
+
+    def base_model(self, name: str) -> BaseModel:
+        """A base model by name; the error lists the ones there are."""
+        models = {model.name: model for model in self.engine.models()}
+        if name not in models:
+            raise EngineError(f"there is no base model {name!r}; this server has: {', '.join(sorted(models))}")
+        return models[name]
+
+    def end_session(self, session_id: str) -> None:
+        """Free what a session holds in memory; its runs and checkpoints stay on record."""
+        self.heard.pop(session_id, None)
+        for model_id in [m for m, live in self.runs.items() if live.run.session_id == session_id]:
+            live = self.runs.pop(model_id)
+            if live.gap_timer is not None:
+                live.gap_timer.cancel()
+            self.worker.run(self.engine.drop, model_id)
+        self.worker.cancel_samples(f"{session_id}:")
+        for sampler in [name for name in self.snapshots if name.startswith(f"{session_id}:")]:
+            self.worker.run(self._forget_snapshot, sampler, self.snapshots.pop(sampler))
+            self.loading.pop(sampler, None)
+        self.promises.forget_session(session_id)
+
+    def was_known(self, request_id: str) -> bool:
+        """Whether a request that is not known belongs to a run or sampler of an earlier life of the server."""
+        owner = request_id.rpartition(":")[0]
+        return owner not in self.runs and (self.store.run(owner) is not None or self.store.sampler(owner) is not None)
+
+    def keep_snapshot(self, session_id: str, sampler: str) -> None:
+        """Take a nameless sampler in; the oldest beyond what memory is to hold are put on disk."""
+        if session_id not in self.heard:
+            self.worker.run(self.engine.drop_sampler, sampler)
+            raise EngineError("the session has ended")
+        self.snapshots[sampler] = None
+        in_memory = [name for name, directory in self.snapshots.items() if directory is None]
+        for name in in_memory[: -self.limits.snapshots]:
+            directory = self.data_dir / "snapshots" / name.replace(":", "_")
+            self.snapshots[name] = directory  # whoever asks from now on is queued behind the saving
+            self.worker.run(self._spill_snapshot, name, directory)
+
+    def _spill_snapshot(self, sampler: str, directory: Path) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        self.engine.save_sampler(sampler, directory)
+        self.engine.drop_sampler(sampler)
+
+    def _forget_snapshot(self, sampler: str, directory: Path | None) -> None:
+        self.engine.drop_sampler(sampler)
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    async def tend(self) -> None:
+        """Until cancelled: forget results whose time is over, and sessions that fell silent."""
+        while True:
+            await asyncio.sleep(15)
+            try:
+                await self._sweep()
+            except Exception:
+                logger.exception("tidying up failed; it is tried again")
+
+    async def _sweep(self) -> None:
+        self.promises.sweep()
+        silent = time.monotonic() - self.limits.session_seconds
+        for session_id in [s for s, heard in self.heard.items() if heard < silent]:
+            await asyncio.to_thread(self.store.finish_session, session_id, "expired", "no heartbeat")
+            self.end_session(session_id)
