@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from tinkex.config import (
         Config as Config,
     )
+    from tinkex.config import (
+        configure as configure,
+    )
     from tinkex.errors import (
         APIConnectionError as APIConnectionError,
     )
@@ -73,6 +76,9 @@ if TYPE_CHECKING:
         UnprocessableEntityError as UnprocessableEntityError,
     )
     from tinkex.futures import (
+        Future as APIFuture,
+    )
+    from tinkex.futures import (
         Future as Future,
     )
     from tinkex.local import (
@@ -94,10 +100,16 @@ if TYPE_CHECKING:
         TrainingClient as TrainingClient,
     )
     from tinkex.types.checkpoints import (
+        Checkpoint as Checkpoint,
+    )
+    from tinkex.types.checkpoints import (
         CheckpointType as CheckpointType,
     )
     from tinkex.types.checkpoints import (
         ParsedCheckpointTinkerPath as ParsedCheckpointTinkerPath,
+    )
+    from tinkex.types.checkpoints import (
+        TrainingRun as TrainingRun,
     )
     from tinkex.types.inputs import (
         Datum as Datum,
@@ -119,6 +131,12 @@ if TYPE_CHECKING:
     )
     from tinkex.types.inputs import (
         ModelInputChunk as ModelInputChunk,
+    )
+    from tinkex.types.inputs import (
+        PromptProvenanceSpan as PromptProvenanceSpan,
+    )
+    from tinkex.types.inputs import (
+        SampledProvenanceSpan as SampledProvenanceSpan,
     )
     from tinkex.types.sampling import (
         SampledSequence as SampledSequence,
@@ -173,7 +191,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "tinkex.config": ["Config"],
+    "tinkex.config": ["Config", "configure"],
     "tinkex.errors": [
         "APIConnectionError",
         "APIError",
@@ -201,7 +219,7 @@ _HOMES = {
     "tinkex.sampling": ["SamplingClient"],
     "tinkex.service": ["ServiceClient"],
     "tinkex.training": ["TrainingClient"],
-    "tinkex.types.checkpoints": ["CheckpointType", "ParsedCheckpointTinkerPath"],
+    "tinkex.types.checkpoints": ["Checkpoint", "CheckpointType", "ParsedCheckpointTinkerPath", "TrainingRun"],
     "tinkex.types.inputs": [
         "Datum",
         "DmelChunk",
@@ -210,6 +228,8 @@ _HOMES = {
         "ImageChunk",
         "ModelInput",
         "ModelInputChunk",
+        "PromptProvenanceSpan",
+        "SampledProvenanceSpan",
     ],
     "tinkex.types.sampling": [
         "SampledSequence",
@@ -233,10 +253,14 @@ _HOMES = {
     ],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_ALIASES = {"APIFuture": "Future"}  # the name that the official package gives it
+
+__title__ = "tinkex"
 
 __all__ = [
     "APIConnectionError",
     "APIError",
+    "APIFuture",
     "APIResponseValidationError",
     "APIStatusError",
     "APITimeoutError",
@@ -246,6 +270,7 @@ __all__ = [
     "AuthenticationError",
     "BadRequestError",
     "BillingError",
+    "Checkpoint",
     "CheckpointType",
     "Config",
     "ConfigurationError",
@@ -273,11 +298,13 @@ __all__ = [
     "OptimStepResponse",
     "ParsedCheckpointTinkerPath",
     "PermissionDeniedError",
+    "PromptProvenanceSpan",
     "RateLimitError",
     "RequestFailedError",
     "RestClient",
     "SampleRequest",
     "SampleResponse",
+    "SampledProvenanceSpan",
     "SampledSequence",
     "SamplingClient",
     "SamplingParams",
@@ -287,8 +314,11 @@ __all__ = [
     "TensorDtype",
     "TinkerError",
     "TrainingClient",
+    "TrainingRun",
     "UnprocessableEntityError",
+    "__title__",
     "__version__",
+    "configure",
     "types",
 ]
 
@@ -296,9 +326,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "types":
         return import_module("tinkex.types")
-    if name not in _HOME_OF:
+    home = _ALIASES.get(name, name)
+    if home not in _HOME_OF:
         raise AttributeError(f"module 'tinkex' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
+    value = getattr(import_module(_HOME_OF[home]), home)
     globals()[name] = value
     return value
 

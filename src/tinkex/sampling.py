@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import itertools
+import json
 import time
-from typing import TYPE_CHECKING, Any
+import uuid
+from typing import Any
 
 from tinkex import protocol
+from tinkex.config import Config
 from tinkex.errors import GoneError, RateLimitError
 from tinkex.futures import Future, retrieve
+from tinkex.session import Session, shadow_of
 from tinkex.tokenizers import load_tokenizer
 from tinkex.types.inputs import ModelInput
+from tinkex.types.record import to_json
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -23,10 +30,8 @@ from tinkex.types.sampling import (
 from tinkex.types.tensors import TensorData
 from tinkex.types.training import UntypedAPIFuture
 
-if TYPE_CHECKING:
-    from tinkex.session import Session
-
 EXPIRED_ATTEMPTS = 5
+SEQ_BLOCK = 1_000_000_000
 
 
 class SamplingClient:
@@ -42,7 +47,9 @@ class SamplingClient:
         self._session = session
         self.sampling_session_id = sampling_session_id
         self._record_stability_info = record_stability_info
-        self._seq_ids = itertools.count()
+        # A copy in another process numbers its requests in a block of its own.
+        clone = uuid.uuid4().int % SEQ_BLOCK + 1 if session.is_shadow else 0
+        self._seq_ids = itertools.count(clone * SEQ_BLOCK)
         self._in_flight: asyncio.Semaphore | None = None
 
     def sample(
@@ -186,6 +193,38 @@ class SamplingClient:
         """The log-probability of each token of a prompt; None for the first."""
         return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
 
+    def get_sampler_handle(self) -> str:
+        """A text from which another process can make this client: where it is, what it samples, no credential."""
+        state = {
+            "base_url": self._session.config.base_url,
+            "session_id": self._session.session_id,
+            "sampling_session_id": self.sampling_session_id,
+            "record_stability_info": self._record_stability_info,
+        }
+        return base64.urlsafe_b64encode(to_json(state)).decode()
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+        """A client of the sampler behind a handle; the credential is this process's own.
+
+        Raises:
+            ValueError: The text is no handle.
+        """
+        try:
+            state = json.loads(base64.urlsafe_b64decode(handle.encode()))
+            config = Config.resolve(base_url=state["base_url"], api_key=api_key)
+            return SamplingClient(
+                shadow_of(config, state["session_id"]),
+                sampling_session_id=state["sampling_session_id"],
+                record_stability_info=bool(state["record_stability_info"]),
+            )
+        except (binascii.Error, KeyError, TypeError, UnicodeError, json.JSONDecodeError):
+            raise ValueError("this is no sampler handle") from None
+
+    def __reduce__(self) -> Any:
+        # As in the official SDK a pickle carries the credential, unlike a handle: it goes to the user's own workers.
+        return (_unpickled, (self.get_sampler_handle(), self._session.config.api_key))
+
     async def _sampler(self) -> GetSamplerResponse:
         path = {"sampler_id": self.sampling_session_id}
         sampler: GetSamplerResponse = await self._session.transport.call(protocol.GET_SAMPLER, path=path)
@@ -209,6 +248,10 @@ class SamplingClient:
 
     def __repr__(self) -> str:
         return f"SamplingClient({self.sampling_session_id!r})"
+
+
+def _unpickled(handle: str, api_key: str | None) -> SamplingClient:
+    return SamplingClient.from_sampler_handle(handle, api_key=api_key)
 
 
 async def open_sampling_client(

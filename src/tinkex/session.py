@@ -42,18 +42,18 @@ SILENCE_SECONDS = 120.0
 
 
 class Session:
-    """What the clients of one ServiceClient share."""
+    """What the clients of one ServiceClient share.
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        display_name: str | None = None,
-    ) -> None:
+    With a `session_id`, it is the shadow of a session that another process owns: it keeps that one alive and never
+    ends it.
+    """
+
+    def __init__(self, config: Config, *, display_name: str | None = None, session_id: str = "") -> None:
         self.config = config
         self.transport = Transport(config)
         self.client_config = ClientConfigResponse()
-        self.session_id = ""
+        self.session_id = session_id
+        self.is_shadow = bool(session_id)
         self.closed = False
         self.model_seq_ids = itertools.count()
         self.sampling_session_seq_ids = itertools.count()
@@ -95,6 +95,11 @@ class Session:
         self.client_config = await self.transport.call(protocol.CLIENT_CONFIG, hello, patience=patience)
         if self.client_config.pjwt_auth_enabled:
             self.transport.use_tokens()
+        if not self.is_shadow:
+            await self._create()
+        runtime().task(_heartbeat(weakref.ref(self), self.session_id))
+
+    async def _create(self) -> None:
         request = CreateSessionRequest(
             tags=list(self.config.tags),
             user_metadata=dict(self.config.user_metadata or {}),
@@ -111,7 +116,6 @@ class Session:
         ):
             if text:
                 logger.log(level, "%s", text)
-        runtime().task(_heartbeat(weakref.ref(self), self.session_id))
 
     @property
     def gate(self) -> DispatchGate:
@@ -159,7 +163,7 @@ class Session:
     async def _finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
         await self._settle(reason)
         try:
-            if self.session_id:
+            if self.session_id and not self.is_shadow:
                 request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)
                 path = {"session_id": self.session_id}
                 await self.transport.call(protocol.FINISH_SESSION, request, path=path, timeout=10, patience=5)
@@ -169,6 +173,18 @@ class Session:
             logger.warning("the session could not be finished: %s", error)
         finally:
             await self.transport.close()
+
+
+_shadows: weakref.WeakValueDictionary[tuple[str, str, str | None], Session] = weakref.WeakValueDictionary()
+
+
+def shadow_of(config: Config, session_id: str) -> Session:
+    """The shadow of a session in this process: one for all clients that came with it."""
+    key = (session_id, config.base_url, config.api_key)
+    shadow = _shadows.get(key)
+    if shadow is None or shadow.closed:
+        shadow = _shadows[key] = Session(config, session_id=session_id)
+    return shadow
 
 
 def _close_transport(transport: Transport) -> None:
