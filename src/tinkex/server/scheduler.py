@@ -125,6 +125,7 @@ class Worker:
         """Queue a function for the worker; the future is resolved on the event loop."""
         assert self._loop is not None, "the worker has not been started"
         future: asyncio.Future[T] = self._loop.create_future()
+        future.add_done_callback(_seen)
         self._tasks.put(_Task(function, args, future))
         return future
 
@@ -207,6 +208,12 @@ class Worker:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
             self._loop.call_soon_threadsafe(function, *args)
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Not everyone waits for what they ask the worker to drop; asyncio would complain of its failure at the end."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
