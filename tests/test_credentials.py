@@ -280,3 +280,46 @@ def test_a_breaker_opens_for_its_endpoint_alone() -> None:
             assert len(server.seen) == count
             assert service.circuit_breakers()["GET get_server_capabilities"] == "open"
             assert service.circuit_breakers()["POST create_session"] == "closed"
+
+
+# ── auth ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_auth_tells_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tinkex.auth.get_tinker_token() is None
+    assert not tinkex.auth.tinker_has_credentials()
+    monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "exit 1")  # counted, not run
+    assert tinkex.auth.tinker_has_credentials()
+    monkeypatch.setenv("TINKER_API_KEY", "tml-x")
+    assert tinkex.auth.get_tinker_token() == "tml-x"
+    with faulty_server() as server:
+        monkeypatch.setenv("TINKER_BASE_URL", server.base_url)
+        tinkex.auth.raise_if_tinker_not_accessible()
+        server.script("get_server_capabilities", Answer(403, {"detail": "no"}))
+        with pytest.raises(tinkex.PermissionDeniedError):
+            tinkex.auth.raise_if_tinker_not_accessible()
+
+
+def test_copies_exports_and_console_pages() -> None:
+    with faulty_server() as server:
+        server.script("retrieve_future", Answer(body={"model_id": "s:train:0"}))
+        server.script("copy_weights", Answer(body={"tinker_path": "tinker://new/weights/x"}))
+        with ServiceClient(base_url=server.base_url, project_id="p") as service:
+            assert service.get_console_url().endswith("/sessions")
+            assert service.copy_weights("tinker://a/weights/b").result(10) == "tinker://new/weights/x"
+            assert server.requests("copy_weights")[0].json["destination_project_id"] == "p"
+            client = service.create_lora_training_client("m")
+            assert service.get_console_url().endswith("/sessions/s")
+            assert client.get_console_url().endswith("/training_runs/s%3Atrain%3A0")
+            server.script("save_weights_external", Answer(body={"request_id": "r"}))
+            server.script("retrieve_future", Answer(body={"path": "tinker://s:train:0/external_weights/e"}))
+            exported = client.save_weights_external("e", ttl_seconds=7200).result(10)
+            assert exported.path == "tinker://s:train:0/external_weights/e"
+            sent = server.requests("save_weights_external")[0].json
+            assert sent == {
+                "model_id": "s:train:0",
+                "path": "e",
+                "seq_id": 1,
+                "ttl_seconds": 7200,
+                "type": "save_weights_external",
+            }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex._version import __version__
 
 if TYPE_CHECKING:
+    from tinkex import auth as auth
     from tinkex import types as types
     from tinkex.config import (
         Config as Config,
@@ -318,14 +319,15 @@ __all__ = [
     "UnprocessableEntityError",
     "__title__",
     "__version__",
+    "auth",
     "configure",
     "types",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "types":
-        return import_module("tinkex.types")
+    if name in ("auth", "types"):
+        return import_module(f"tinkex.{name}")
     home = _ALIASES.get(name, name)
     if home not in _HOME_OF:
         raise AttributeError(f"module 'tinkex' has no attribute {name!r}")

@@ -15,7 +15,7 @@ from tinkex.limits import BreakerState
 from tinkex.sampling import SamplingClient, open_sampling_client
 from tinkex.session import Session
 from tinkex.training import TrainingClient
-from tinkex.types.checkpoints import SCHEME, LoadWeightsRequest, WeightsInfoRequest, WeightsInfoResponse
+from tinkex.types.checkpoints import CONSOLE, SCHEME, LoadWeightsRequest, WeightsInfoRequest, WeightsInfoResponse
 from tinkex.types.sessions import ClientSessionFinishReasonType, GetServerCapabilitiesResponse
 from tinkex.types.training import (
     AdamOptimizerConfig,
@@ -313,6 +313,25 @@ class ServiceClient:
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
         """Which models the server offers."""
         return await self._session.start(self._capabilities())
+
+    def copy_weights(
+        self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
+    ) -> Future[str]:
+        """Copy a checkpoint into this client's project, on servers that offer it; the future gives the copy's path.
+
+        Raises:
+            ValueError: This client has no project.
+        """
+        from tinkex.rest import RestClient
+
+        return RestClient(self._session).copy_weights(
+            path, self._session.config.project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
+        )
+
+    def get_console_url(self) -> str:
+        """The session's page in the hosted service's console; all sessions' before there is one."""
+        session_id = self._session.session_id
+        return f"{CONSOLE}/sessions/{session_id}" if session_id else f"{CONSOLE}/sessions"
 
     def circuit_breakers(self) -> dict[str, BreakerState]:
         """The state of each endpoint's circuit breaker, when `circuit_breaker` is configured."""

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from urllib.parse import quote
 
 from tinkex import losses, protocol
 from tinkex.errors import APIConnectionError, TinkerError
@@ -16,8 +17,11 @@ from tinkex.runtime import in_own_thread, runtime
 from tinkex.sampling import SamplingClient, open_sampling_client
 from tinkex.tokenizers import load_tokenizer
 from tinkex.types.checkpoints import (
+    CONSOLE,
     LoadWeightsRequest,
     LoadWeightsResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
     SaveWeightsForSamplerRequest,
     SaveWeightsForSamplerResponse,
     SaveWeightsForSamplerResponseInternal,
@@ -158,13 +162,17 @@ class TrainingClient:
         """
         return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
 
-    async def forward_async(self, *args: Any, **kwargs: Any) -> Future[ForwardBackwardOutput]:
+    async def forward_async(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+    ) -> Future[ForwardBackwardOutput]:
         """Like `forward`; awaiting it gives the future."""
-        return self.forward(*args, **kwargs)
+        return self.forward(data, loss_fn, loss_fn_config)
 
-    async def forward_backward_async(self, *args: Any, **kwargs: Any) -> Future[ForwardBackwardOutput]:
+    async def forward_backward_async(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+    ) -> Future[ForwardBackwardOutput]:
         """Like `forward_backward`; awaiting it gives the future."""
-        return self.forward_backward(*args, **kwargs)
+        return self.forward_backward(data, loss_fn, loss_fn_config)
 
     def _pass(
         self, data: Sequence[Datum], loss_fn: str, config: LossFnConfig | None, *, forward_only: bool
@@ -276,9 +284,11 @@ class TrainingClient:
 
         return self._outbox.put(turn)
 
-    async def forward_backward_custom_async(self, *args: Any, **kwargs: Any) -> Future[ForwardBackwardOutput]:
+    async def forward_backward_custom_async(
+        self, data: Sequence[Datum], loss_fn: losses.CustomLoss
+    ) -> Future[ForwardBackwardOutput]:
         """Like `forward_backward_custom`; awaiting it gives the future."""
-        return self.forward_backward_custom(*args, **kwargs)
+        return self.forward_backward_custom(data, loss_fn)
 
     # ── steps and checkpoints ────────────────────────────────────────────────────────────────────────────────────
 
@@ -306,9 +316,11 @@ class TrainingClient:
             request = OptimStepRequest(model_id=self.model_id, optimizer_params=params.model_dump())
         return self._put(protocol.OPTIM_STEP, request)
 
-    async def optim_step_async(self, *args: Any, **kwargs: Any) -> Future[OptimStepResponse]:
+    async def optim_step_async(
+        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> Future[OptimStepResponse]:
         """Like `optim_step`; awaiting it gives the future."""
-        return self.optim_step(*args, **kwargs)
+        return self.optim_step(optim_params, adam_params=adam_params)
 
     def _put(self, op: Operation, request: Any, convert: Callable[[Any], Any] | None = None) -> Future[Any]:
         """Queue an operation of one request; it gets its number when its turn comes."""
@@ -349,9 +361,15 @@ class TrainingClient:
         )
         return self._put(protocol.SAVE_WEIGHTS, request)
 
-    async def save_state_async(self, *args: Any, **kwargs: Any) -> Future[SaveWeightsResponse]:
+    async def save_state_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Future[SaveWeightsResponse]:
         """Like `save_state`; awaiting it gives the future."""
-        return self.save_state(*args, **kwargs)
+        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
@@ -372,9 +390,39 @@ class TrainingClient:
             lambda saved: SaveWeightsForSamplerResponse(path=saved.path or ""),
         )
 
-    async def save_weights_for_sampler_async(self, *args: Any, **kwargs: Any) -> Future[SaveWeightsForSamplerResponse]:
+    async def save_weights_for_sampler_async(
+        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
+    ) -> Future[SaveWeightsForSamplerResponse]:
         """Like `save_weights_for_sampler`; awaiting it gives the future."""
-        return self.save_weights_for_sampler(*args, **kwargs)
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+
+    def save_weights_external(
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
+    ) -> Future[SaveWeightsExternalResponse]:
+        """Export weights as files that can be downloaded, on servers that offer it.
+
+        Args:
+            name: Unique among this run's exports.
+            ttl_seconds: Seconds after which the export expires; None keeps it.
+            age_encryption_recipients: Public keys to encrypt the files for.
+        """
+        request = SaveWeightsExternalRequest(
+            model_id=self.model_id,
+            path=name,
+            ttl_seconds=ttl_seconds,
+            age_encryption_recipients=age_encryption_recipients,
+        )
+        return self._put(
+            protocol.SAVE_WEIGHTS_EXTERNAL,
+            request,
+            lambda saved: SaveWeightsExternalResponse(path=saved.path or "", type=saved.type),
+        )
+
+    async def save_weights_external_async(
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
+    ) -> Future[SaveWeightsExternalResponse]:
+        """Like `save_weights_external`; awaiting it gives the future."""
+        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
 
     def _save_and_sample(self, record_stability_info: bool) -> Future[SamplingClient]:
         request = SaveWeightsForSamplerRequest(
@@ -428,13 +476,15 @@ class TrainingClient:
         """Replace this run's weights and optimizer state by a checkpoint's."""
         return self._load(path, True, weights_access_token)
 
-    async def load_state_async(self, *args: Any, **kwargs: Any) -> Future[LoadWeightsResponse]:
+    async def load_state_async(self, path: str, weights_access_token: str | None = None) -> Future[LoadWeightsResponse]:
         """Like `load_state`; awaiting it gives the future."""
-        return self.load_state(*args, **kwargs)
+        return self.load_state(path, weights_access_token)
 
-    async def load_state_with_optimizer_async(self, *args: Any, **kwargs: Any) -> Future[LoadWeightsResponse]:
+    async def load_state_with_optimizer_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> Future[LoadWeightsResponse]:
         """Like `load_state_with_optimizer`; awaiting it gives the future."""
-        return self.load_state_with_optimizer(*args, **kwargs)
+        return self.load_state_with_optimizer(path, weights_access_token)
 
     def _load(self, path: str, optimizer: bool, token: str | None) -> Future[LoadWeightsResponse]:
         request = LoadWeightsRequest(model_id=self.model_id, path=path, optimizer=optimizer, weights_access_token=token)
@@ -459,6 +509,10 @@ class TrainingClient:
         """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""
         data = self.get_info().model_data
         return load_tokenizer(data.tokenizer_id or data.model_name or "", backend=backend)
+
+    def get_console_url(self) -> str:
+        """This run's page in the hosted service's console."""
+        return f"{CONSOLE}/training_runs/{quote(self.model_id, safe='')}"
 
     async def get_tokenizer_async(self, *, backend: str | None = None) -> Any:
         """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""

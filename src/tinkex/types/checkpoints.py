@@ -37,16 +37,16 @@ class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
     checkpoint_id: str
 
     @classmethod
-    def from_tinker_path(cls, path: str) -> Self:
+    def from_tinker_path(cls, tinker_path: str) -> Self:
         """Parse a path; `ValueError` says what is wrong with it."""
-        parts = path.removeprefix(SCHEME).split("/")
-        if not path.startswith(SCHEME) or len(parts) != 3 or not all(parts):
-            raise ValueError(f"{path!r} is not a checkpoint path; expected tinker://<run>/<kind>/<name>")
+        parts = tinker_path.removeprefix(SCHEME).split("/")
+        if not tinker_path.startswith(SCHEME) or len(parts) != 3 or not all(parts):
+            raise ValueError(f"{tinker_path!r} is not a checkpoint path; expected tinker://<run>/<kind>/<name>")
         run, kind, name = parts
         if kind not in KINDS:
-            raise ValueError(f"{path!r} has kind {kind!r}; expected one of {', '.join(KINDS)}")
+            raise ValueError(f"{tinker_path!r} has kind {kind!r}; expected one of {', '.join(KINDS)}")
         return cls(
-            tinker_path=path,
+            tinker_path=tinker_path,
             training_run_id=run,
             checkpoint_type=KINDS[kind],
             checkpoint_id=f"{kind}/{name}",

@@ -1,0 +1,23 @@
+"""Whether there is a credential, and whether it lets one in; as the official SDK's module of that name."""
+
+from __future__ import annotations
+
+from tinkex import environment
+from tinkex.credentials import stored_key
+from tinkex.service import ServiceClient
+
+
+def get_tinker_token() -> str | None:
+    """The key of the environment, else the stored one; the credential command is not run."""
+    return environment.text("TINKER_API_KEY") or stored_key()
+
+
+def tinker_has_credentials() -> bool:
+    """Whether there is a credential of any kind; the command counts without being run."""
+    return get_tinker_token() is not None or environment.text("TINKER_CREDENTIAL_CMD") is not None
+
+
+def raise_if_tinker_not_accessible() -> None:
+    """Ask the server what it offers; raises the error that stands in the way, if there is one."""
+    with ServiceClient() as service:
+        service.get_server_capabilities()
