@@ -12,6 +12,7 @@ from urllib.parse import quote
 from tinkex import losses, protocol
 from tinkex.errors import APIConnectionError, TinkerError
 from tinkex.futures import Future, combine, retrieve, start
+from tinkex.limits import ByteBudget
 from tinkex.protocol import Operation
 from tinkex.runtime import in_own_thread, runtime
 from tinkex.sampling import SamplingClient, open_sampling_client
@@ -65,6 +66,9 @@ class Outbox:
         self._session = session
         self._next = first_seq_id
         self._turn = asyncio.Lock()  # hands over in the order of asking
+        # Chunks being encoded and sent are all in memory a second time: two or so at once keep the line busy.
+        config = session.client_config
+        self.budget = ByteBudget(min(config.fwdbwd_dispatch_bytes_semaphore_size, config.fwdbwd_max_chunk_bytes_count))
 
     def take(self) -> int:
         """The next request number; only a call whose turn it is may ask."""
@@ -236,12 +240,17 @@ class TrainingClient:
         """Send a numbered request. One that cannot be sent, or is refused, has its number spent all the same."""
         compress = op is protocol.FORWARD_BACKWARD and self._session.client_config.proto_compress_fwdbwd
         try:
-            return (await self._session.submit(op, request, compress=compress)).request_id
+            async with self._outbox.budget.taken(self._size(request)):
+                return (await self._session.submit(op, request, compress=compress)).request_id
         except APIConnectionError:
             raise
         except Exception:
             await self._spend(request.seq_id)
             raise
+
+    @staticmethod
+    def _size(request: Any) -> int:
+        return sum(d.nbytes for d in request.forward_backward_input.data) if hasattr(request, "forward_only") else 0
 
     async def _spend(self, seq_id: int) -> None:
         """Use a number up with a pass over nothing, which fails: what comes after it would wait for it otherwise."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
 import numpy as np
 
 from tinkex.types.record import Fixed, Record, Wired, from_builtins, put, settle
-from tinkex.types.tensors import Array, TensorData, TensorDtype
+from tinkex.types.tensors import Array, TensorData, TensorDtype, packed_list
 
 MAX_TOKEN = 2**31 - 1
 EMPTY = np.zeros(0, dtype=np.int32)
@@ -20,8 +20,9 @@ EMPTY = np.zeros(0, dtype=np.int32)
 
 def token_array(tokens: Any) -> Array:
     """Tokens as a flat int32 array; floats, nesting and values outside int32 are refused."""
+    array = packed_list(tokens, "i", np.int32) if type(tokens) is list else None
     try:
-        array = np.asarray(tokens)
+        array = np.asarray(tokens) if array is None else array
     except ValueError:
         raise ValueError("tokens must be a flat list of integers") from None
     if array.size == 0 and array.ndim <= 1:
