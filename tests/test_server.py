@@ -824,6 +824,19 @@ def test_a_restart_keeps_what_was_saved(serve: Callable[..., Wire], tmp_path: Pa
     assert again == drawn
 
 
+def test_requests_of_an_earlier_life_say_what_to_do(serve: Callable[..., Wire], tmp_path: Path) -> None:
+    with serving(FakeEngine(), tmp_path) as url:
+        first = Wire(url)
+        session = first.session()
+        trained = first.post("optim_step", step_json(first.model(session), 1))["request_id"]
+        sampled = first.post("asample", sample_json(sampler_of(first, session)))["request_id"]
+        first.result(trained)
+    second = serve(FakeEngine())
+    refusal(second, 410, "retrieve_future", {"request_id": trained}, "restarted", "create_training_client_from_state")
+    refusal(second, 410, "retrieve_future", {"request_id": sampled}, "restarted", "ask for the sample again")
+    refusal(second, 404, "retrieve_future", {"request_id": "nobody:1"}, "nobody:1")
+
+
 def test_a_model_of_an_earlier_life_is_not_made_again(serve: Callable[..., Wire], tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         first = Wire(url)

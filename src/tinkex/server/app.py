@@ -21,7 +21,7 @@ from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
 from tinkex.server.handlers import HANDLERS
-from tinkex.server.state import CARRY_ON, Call, Limits, Refusal, State
+from tinkex.server.state import Call, Limits, Refusal, State
 from tinkex.server.submission import digest_of, spend_number
 from tinkex.types.record import to_json
 from tinkex.types.sessions import FutureRetrieveRequest, RequestErrorCategory, RequestFailedResponse
@@ -167,8 +167,8 @@ async def retrieve_future(op: Operation, state: State, request: Request, call: C
     if promise is None:
         if state.promises.is_gone(wanted.request_id):
             raise Refusal(410, f"the result of request {wanted.request_id!r} has expired")
-        if await asyncio.to_thread(state.was_known, wanted.request_id):
-            raise Refusal(410, f"request {wanted.request_id!r} was lost when the server was restarted; {CARRY_ON}")
+        if advice := await asyncio.to_thread(state.after_loss, wanted.request_id):
+            raise Refusal(410, f"request {wanted.request_id!r} was lost when the server was restarted; {advice}")
         raise Refusal(404, f"there is no request {wanted.request_id!r}")
     try:
         async with asyncio.timeout(state.limits.poll_seconds):

@@ -113,10 +113,14 @@ class State:
             self.loading.pop(sampler, None)
         self.promises.forget_session(session_id)
 
-    def was_known(self, request_id: str) -> bool:
-        """Whether a request that is not known belongs to a run or sampler of an earlier life of the server."""
+    def after_loss(self, request_id: str) -> str | None:
+        """What to do about a request that an earlier life of the server took; None when there was no such request."""
         owner = request_id.rpartition(":")[0]
-        return owner not in self.runs and (self.store.run(owner) is not None or self.store.sampler(owner) is not None)
+        if owner in self.runs:
+            return None
+        if self.store.run(owner) is not None:
+            return CARRY_ON
+        return "ask for the sample again" if self.store.sampler(owner) is not None else None
 
     def keep_snapshot(self, session_id: str, sampler: str) -> None:
         """Take a nameless sampler in; the oldest beyond what memory is to hold are put on disk."""
