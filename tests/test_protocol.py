@@ -47,6 +47,7 @@ CLIENT_ONLY = {
     "save_weights_external",
     "search_sessions",
     "set_checkpoint_ttl",
+    "stream_sample",
     "unload_model",
     "unpublish_checkpoint",
 }

@@ -47,6 +47,10 @@ OPTIONAL_HERE = {
     ("UnhandledExceptionEvent", "severity"): "usual for the class",
 }
 EXTRA_HERE = {
+    "ClientConfigResponse": {"batched_results"},
+    "FutureFailed": {"content_type", "inline_size"},
+    "FutureFinished": {"content_type", "inline_size"},
+    "FuturesRetrieveRequest": {"inline_bytes"},
     "ForwardBackwardRequest": {"forward_only"},
     "OptimStepRequest": {"adam_params", "optimizer_params"},
 }

@@ -6,7 +6,7 @@ Both sides of the wire use this module, so a message cannot be written one way a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -15,6 +15,7 @@ import msgspec
 from tinkex import protobuf
 from tinkex.types.record import from_json, to_json
 from tinkex.types.sampling import SampleResponse
+from tinkex.types.sessions import FuturesRetrieveResponse
 from tinkex.types.training import ForwardBackwardOutput, ForwardBackwardRequest
 
 if sys.version_info >= (3, 14):
@@ -26,6 +27,9 @@ T = TypeVar("T")
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
+BATCH = "application/x-tinkex-batch"
+"""The answer to a batched poll with results in it: see `encode_batch`."""
+EVENT_STREAM = "text/event-stream"
 MAX_BODY = 1 << 30
 """Most bytes a compressed body may grow to, unless the caller says otherwise."""
 
@@ -89,6 +93,31 @@ def decode(kind: type[T], data: bytes, content_type: str = JSON) -> T:
         raise ValueError("malformed JSON: it is nested too deeply") from None
     except (AttributeError, KeyError, TypeError) as error:  # from the types that read their own JSON
         raise ValueError(f"malformed {kind.__name__}: {error!r}") from None
+
+
+def encode_batch(head: FuturesRetrieveResponse, payloads: Sequence[bytes]) -> Body:
+    """A batched answer with results in it: the length of the JSON head (4 bytes, little-endian), the head, the results.
+
+    Each completion of the head says how many bytes its result has (`inline_size`) and of which `content_type` they
+    are; those without an `inline_size` brought none. A failed operation's result is its `RequestFailedResponse`.
+    """
+    text = to_json(head)
+    return Body(b"".join((len(text).to_bytes(4, "little"), text, *payloads)), BATCH)
+
+
+def decode_batch(data: bytes) -> tuple[FuturesRetrieveResponse, dict[str, tuple[str, bytes]]]:
+    """The head of a batched answer, and by request id the content type and bytes of the results that came along."""
+    size = int.from_bytes(data[:4], "little")
+    head = decode(FuturesRetrieveResponse, data[4 : 4 + size])
+    payloads, start = {}, 4 + size
+    for completion in head.completions:
+        if completion.inline_size is not None:
+            end = start + completion.inline_size
+            if end > len(data):
+                raise ValueError("malformed batch: it is cut short")
+            payloads[completion.request_id] = (completion.content_type or JSON, data[start:end])
+            start = end
+    return head, payloads
 
 
 def peek(data: bytes, content_type: str) -> tuple[str, int] | None:

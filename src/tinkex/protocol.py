@@ -39,6 +39,7 @@ from tinkex.types.sampling import (
     GetSamplerResponse,
     SampleRequest,
     SampleResponse,
+    SampleStreamChunk,
 )
 from tinkex.types.sessions import (
     AssignSessionProjectRequest,
@@ -162,6 +163,7 @@ JOIN_SAMPLING_SESSION = _post(
 )
 GET_SAMPLER = _get("get_sampler", "samplers/{sampler_id}", GetSamplerResponse)
 ASAMPLE = _future("asample", SampleRequest, SampleResponse, "Sample", "sample")
+STREAM_SAMPLE = _post("stream_sample", SampleRequest, SampleStreamChunk, "sample")
 RETRIEVE_FUTURE = _post("retrieve_future", FutureRetrieveRequest, Empty, "poll")
 RETRIEVE_FUTURES = _post("retrieve_futures", FuturesRetrieveRequest, FuturesRetrieveResponse, "poll")
 CANCEL_FUTURE = _post("cancel_future", CancelFutureRequest, Empty, "sample")
@@ -226,6 +228,7 @@ OPERATIONS: tuple[Operation, ...] = (
     JOIN_SAMPLING_SESSION,
     GET_SAMPLER,
     ASAMPLE,
+    STREAM_SAMPLE,
     RETRIEVE_FUTURE,
     RETRIEVE_FUTURES,
     CANCEL_FUTURE,

@@ -41,6 +41,8 @@ class ClientConfigResponse(Record, frozen=True, kw_only=True):
     sample_use_retrieve_futures: bool = False
     custom_loss_server_side: bool = False
     sample_join_sampling_session: bool = False
+    batched_results: bool = False
+    """Of this project's servers, and ignored by other clients: a batched poll can bring the results themselves."""
 
 
 class ClientDynamicConfigResponse(Record, frozen=True, kw_only=True):
@@ -193,6 +195,8 @@ class FuturesRetrieveRequest(Record, frozen=True, kw_only=True):
     prev_cursor: int = 0
     timeout: float | None = None
     retrieved_request_ids: list[str] = msgspec.field(default_factory=list)
+    inline_bytes: int | None = None
+    """Of servers with `batched_results`: bring results along with the answer, up to so many bytes in all."""
 
 
 class CompletionMark(Variant):
@@ -208,6 +212,9 @@ class FutureFinished(Record, CompletionMark, frozen=True, kw_only=True):
     state: Literal["finished"] = "finished"
     request_id: str
     response_payload_uncompressed_size: int | None = None
+    content_type: str | None = None
+    inline_size: int | None = None
+    """How many bytes of the answer are this result, when it came along; see `codec.decode_batch`."""
 
 
 class FutureFailed(Record, CompletionMark, frozen=True, kw_only=True):
@@ -215,6 +222,8 @@ class FutureFailed(Record, CompletionMark, frozen=True, kw_only=True):
 
     state: Literal["failed"] = "failed"
     request_id: str
+    content_type: str | None = None
+    inline_size: int | None = None
 
 
 FutureCompletion: TypeAlias = FutureFinished | FutureFailed
