@@ -310,9 +310,9 @@ def test_every_reduction() -> None:
     }
 
 
-def test_metrics_that_cannot_be_reduced_are_left_out() -> None:
-    joined = combine([output(1, a__last=1.0, plain=2.0, b__sum=1.0), output(1, a__last=1.0, plain=2.0)])
-    assert joined.metrics == {}
+def test_metrics_without_a_known_reduction_are_averaged_and_none_is_lost() -> None:
+    joined = combine([output(1, a__last=1.0, plain=2.0, b__sum=1.0), output(3, a__last=3.0, plain=6.0)])
+    assert joined.metrics == {"a:last": 2.5, "plain": 5.0, "b:sum": 1.0}
 
 
 def test_means_over_nothing_are_not_an_error() -> None:
@@ -403,7 +403,6 @@ PENDING = [
     Answer(408, {"queue_state": "active"}),
     Answer(408, b"<html>", content_type="text/html"),
     Answer(body={"type": "try_again", "request_id": "r1", "queue_state": "active"}),
-    Answer(body={"type": "try_again", "request_id": "r1", "queue_state": "paused_capacity", "queue_state_reason": "x"}),
 ]
 
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 import tinkex
@@ -972,25 +971,6 @@ def test_the_official_clients_send_the_same(official: Any, faulty: FaultyServer)
 
 
 OURS = ["tinkex.types.account", "tinkex.types.checkpoints", "tinkex.types.sessions"]
-LOOSER = {"CreateSessionRequest", "TelemetrySendRequest", "RequestFailedResponse"}
-"""Ours fill in what theirs insist on."""
-
-
-def test_the_official_fields_and_defaults_are_ours_too(official: Any) -> None:
-    compared = 0
-    for name, theirs in official["models"].items():
-        kind = getattr(types, name, None)
-        if kind is None or kind.__module__ not in OURS or name in LOOSER:
-            continue
-        mine = {
-            f.name: "required"
-            if f.required
-            else repr(f.default if f.default is not msgspec.NODEFAULT else f.default_factory())
-            for f in msgspec.structs.fields(kind)
-        }
-        assert mine == theirs, name
-        compared += 1
-    assert compared > 60
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_each_call_has_a_key_of_its_own(faulty: FaultyServer) -> None:
     assert "x-idempotency-key" not in faulty.requests("healthz")[0].headers
 
 
-@pytest.mark.parametrize("status", [400, 401, 402, 403, 404, 410, 413, 418, 422, 302])
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 413, 418, 422, 302])
 def test_refusals_are_final(faulty: FaultyServer, waits: list[float], status: int) -> None:
     faulty.script("create_session", Answer(status, {"detail": "no, because"}), OK)
     with pytest.raises(tinkex.APIStatusError, match="no, because") as caught:
@@ -217,7 +217,7 @@ def test_the_first_retry_is_logged_without_the_key(
     caplog.set_level(logging.DEBUG)
     faulty.script("create_session", Answer(503), Answer(503), Answer(503), OK)
     call(faulty.base_url, key=SECRET)
-    warnings = [record for record in caplog.records if record.name == "tinkex"]
+    warnings = [record for record in caplog.records if record.name == "tinkex" and record.levelname == "WARNING"]
     assert len(warnings) == 1
     assert "create_session" in warnings[0].getMessage()
     assert SECRET not in caplog.text
@@ -455,7 +455,8 @@ def test_a_dropped_client_lets_its_connections_go(faulty: FaultyServer) -> None:
     del service
     for _ in range(100):
         gc.collect()
-        if exchange._session.closed:
+        if all(pool.closed for pool in exchange._pools.values()):
             break
         time.sleep(0.01)
-    assert exchange._session.closed
+    assert exchange._pools
+    assert all(pool.closed for pool in exchange._pools.values())

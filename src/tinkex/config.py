@@ -21,6 +21,7 @@ LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 OWN_TAG = "tinkex-python"
 SECRET_HEADERS = {"x-api-key", "cf-access-client-secret", "authorization", "proxy-authorization"}
 REDACTED = "[REDACTED]"
+POOL_SIZES = {"session": 10, "train": 16, "sample": 1000, "poll": 0, "rest": 50, "telemetry": 5}
 PARITY_PRESETS: dict[str, dict[str, Any]] = {
     "python": {"timeout": 60.0},
     "beam": {"timeout": 120.0, "max_retries": 2},
@@ -93,6 +94,13 @@ class Config:
     proxy_headers: tuple[tuple[str, str], ...] = ()
     circuit_breaker: bool = False
     """Stop calling an endpoint that keeps failing, for half a minute; see `ServiceClient.circuit_breakers`."""
+    pool_sizes: Mapping[str, int] = field(default_factory=dict)
+    poll_backoff: Any = None
+    telemetry: bool = True
+    feature_gates: tuple[str, ...] = ("async_sampling",)
+    otel_propagate: bool = False
+    http_client: Any = None
+    user_agent: str | None = None
     dump_headers: bool = False
     """Log every request with its (redacted) headers, at level INFO."""
 

@@ -90,6 +90,8 @@ class APIStatusError(APIError):
         super().__init__(message, body=body, request_id=request_id, attempts=attempts, hint=hint, **details)
         self.status_code = status_code
         self.retry_after = retry_after
+        self.should_retry: bool | None = None
+        """What the server said about trying again, if it did."""
 
 
 class BadRequestError(APIStatusError):
@@ -171,6 +173,8 @@ def error_for(status: int) -> type[APIStatusError]:
 
 def is_retryable(error: BaseException) -> bool:
     """Whether the same request, sent again, may succeed."""
+    if getattr(error, "should_retry", None) is not None:
+        return bool(error.should_retry)  # type: ignore[attr-defined]
     if isinstance(error, APIStatusError):
         return error.status_code in (408, 409, 429) or (
             error.status_code >= 500 and error.status_code not in (501, 505)

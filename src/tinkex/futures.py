@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import hashlib
 import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from tinkex import codec
-from tinkex.errors import APIConnectionError, APIStatusError, RequestFailedError, is_retryable
+from tinkex import codec, events
+from tinkex.errors import (
+    APIConnectionError,
+    APIError,
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    BillingError,
+    GoneError,
+    RequestFailedError,
+    TinkerError,
+    is_retryable,
+)
 from tinkex.protocol import RETRIEVE_FUTURE, Operation
 from tinkex.runtime import Runtime, runtime
 from tinkex.transport import OFF_LOOP_BYTES, Reply, Transport, backoff
@@ -121,90 +134,304 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     return future
 
 
-METADATA = object()
-"""The answer that says how large the result is, to be asked for again."""
 PENDING = object()
 """The answer that says there is no result yet."""
+MALFORMED_ATTEMPTS = 3
+PAUSED_SECONDS = 1.0
+
+QueueNotice: TypeAlias = Callable[[str, str | None], None]
+"""Is told the queue's state, and the reason for it, with every answer that names them."""
 
 
-async def retrieve(transport: Transport, op: Operation, request_id: str, submitted: float) -> Any:
-    """Poll until an operation has ended: its result, or RequestFailedError when it failed."""
-    iteration = failures = early = 0
-    metadata_only, failing_since = True, 0.0
-    while True:
+async def retrieve(
+    transport: Transport,
+    op: Operation,
+    request_id: str,
+    submitted: float,
+    *,
+    timeout: float | None = None,
+    notice: QueueNotice | None = None,
+    metadata_only: bool = True,
+) -> Any:
+    """Poll until an operation has ended: its result, or RequestFailedError when it failed.
+
+    A poll that runs out is repeated for ever, or for `timeout` seconds; faults on the way for as long as the
+    transport is patient.
+    """
+    poll = _Poll(transport, op, request_id, submitted, timeout, notice)
+    return await poll.run(metadata_only)
+
+
+class _Poll:
+    """One operation's polls, until there is an outcome."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        op: Operation,
+        request_id: str,
+        submitted: float,
+        timeout: float | None,
+        notice: QueueNotice | None,
+    ) -> None:
+        self.transport, self.op, self.request_id, self.submitted = transport, op, request_id, submitted
+        self.notice = notice
+        self.started = time.monotonic()
+        self.deadline = None if timeout is None else self.started + timeout
+        self.iteration = self.failures = self.early = self.malformed = 0
+        self.failing_since = 0.0
+        self.last_failure: Exception | None = None
+
+    async def run(self, metadata_only: bool) -> Any:
+        """Poll on; a result whose size was announced is fetched under the budget for large results."""
+        while True:
+            answer = await self._once(metadata_only)
+            if isinstance(answer, _Announced):
+                if not metadata_only:
+                    raise self._told(
+                        APIResponseValidationError(
+                            f"{self.op.name} at {self.transport.place}: the size of the result of {self.request_id} "
+                            "was announced a second time instead of the result"
+                        )
+                    )
+                async with self.transport.response_budget.taken(answer.size):
+                    return await self.run(False)
+            if answer is not PENDING:
+                return answer
+
+    async def _once(self, metadata_only: bool) -> Any:
+        """One poll, and the wait after it where one is due."""
         sent = time.monotonic()
-        headers = {"X-Tinker-Request-Iteration": str(iteration)}
-        if iteration == 0:
-            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{sent - submitted:.6f}"
-        iteration += 1
+        if self.deadline is not None and sent > self.deadline:
+            raise self._late()
         try:
-            request = FutureRetrieveRequest(request_id=request_id, allow_metadata_only=metadata_only)
-            answer = await _ask(transport, op, request, headers)
+            request = FutureRetrieveRequest(request_id=self.request_id, allow_metadata_only=metadata_only)
+            answer, delay = await self._ask(request, sent)
+        except BillingError as error:
+            if not await self.transport.billing.waited(error):
+                raise self._told(error) from None
+            return PENDING
         except (APIConnectionError, APIStatusError) as error:
-            failures += 1
-            failing_since = failing_since if failures > 1 else sent
-            if not is_retryable(error) or time.monotonic() - failing_since > transport.config.patience:
-                error.request_id, error.attempts = request_id, failures
-                raise
-            if failures == 2:
-                logger.warning("waiting for %s: %s; still trying", request_id, error.message)
-            await asyncio.sleep(backoff(failures, getattr(error, "retry_after", None)))
-            continue
-        failures = 0
-        if answer is METADATA:
-            metadata_only = False
-        elif answer is not PENDING:
-            return answer
+            await self._after_failure(error, sent)
+            return PENDING
+        except TinkerError as error:
+            raise self._told(error) from error.__cause__
+        self.failures = 0
+        if answer is PENDING:
+            await self._after_pending(sent, delay)
+        return answer
+
+    async def _after_failure(self, error: APIConnectionError | APIStatusError, sent: float) -> None:
+        self.failures += 1
+        self.failing_since = self.failing_since if self.failures > 1 else sent
+        self.last_failure = error
+        error.request_id, error.attempts = self.request_id, self.failures
+        if _says_nothing(error):
+            self.malformed += 1
+            hopeless = self.malformed > MALFORMED_ATTEMPTS
+        else:
+            hopeless = not is_retryable(error)
+        if hopeless or time.monotonic() - self.failing_since > self.transport.config.patience:
+            if isinstance(error, GoneError) and error.hint is None:
+                error.hint = "the result was kept for a time and is gone: submit the request again"
+            raise self._told(error) from error.__cause__
+        self._told(error)
+        if self.failures == 2:
+            logger.warning("waiting for %s: %s; still trying", self.request_id, error.message)
+        chosen = self.transport.config.poll_backoff
+        status = getattr(error, "status_code", 0)
+        if chosen is not None and (status == 408 or status >= 500):
+            delay = max(poll_delay(chosen, self.iteration - 1), getattr(error, "retry_after", None) or 0.0)
+        else:
+            delay = backoff(self.failures, getattr(error, "retry_after", None))
+        await asyncio.sleep(delay)
+
+    async def _after_pending(self, sent: float, delay: float | None) -> None:
+        """A poll that was held is repeated at once; a server that does not hold must not be polled in a hot loop."""
+        if delay is not None:
+            await asyncio.sleep(delay)
         elif time.monotonic() - sent >= HELD:
-            early = 0
-        else:  # a server that does not hold polls must not be polled in a hot loop
-            early += 1
-            await asyncio.sleep(backoff(early, first=0.05, most=1.0))
+            self.early = 0
+        else:
+            self.early += 1
+            await asyncio.sleep(backoff(self.early, first=0.05, most=1.0))
+
+    def _late(self) -> Exception:
+        """What is raised at the deadline: the failure that stood in the way, if one did."""
+        waited = time.monotonic() - self.started
+        error = self.last_failure or APITimeoutError(
+            f"{self.op.name} at {self.transport.place}: request {self.request_id} had no result after {waited:.1f} s",
+            request_id=self.request_id,
+        )
+        self._tell("timeout", {})
+        return error
+
+    def _told(self, error: Exception) -> Exception:
+        """Tell whoever listens of a failure."""
+        if isinstance(error, RequestFailedError):
+            self._tell("request_failed", {"category": error.category.value})
+        elif isinstance(error, APIStatusError):
+            self._tell("api_error", {"status": error.status_code})
+        elif isinstance(error, APIConnectionError):
+            self._tell("connection_error", {})
+        elif isinstance(error, APIResponseValidationError):
+            self._tell("validation_error", {})
+        return error
+
+    def _tell(self, what: str, facts: dict[str, Any]) -> None:
+        if events.is_heard():
+            named = {
+                "request_id": self.request_id,
+                "request_type": self.op.request_type,
+                "iteration": self.iteration - 1,
+                **facts,
+                **(self.transport.config.user_metadata or {}),
+            }
+            events.emit(f"future.{what}", {"elapsed_time": time.monotonic() - self.started}, named)
+
+    async def _ask(self, request: FutureRetrieveRequest, sent: float) -> tuple[Any, float | None]:
+        """One poll: a result, an announcement or PENDING, with the seconds that the server asks to wait, if it does."""
+        op = self.op
+        wants_protobuf = op.result is not None and codec.has_protobuf(op.result)
+        headers = {
+            "Accept": codec.PROTOBUF if wants_protobuf else codec.JSON,
+            "X-Tinker-Request-Type": op.request_type,
+            "X-Tinker-Request-Iteration": str(self.iteration),
+            "X-Stainless-Raw-Response": "raw",
+        }
+        if self.iteration == 0:
+            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{sent - self.submitted:.6f}"
+        self.iteration += 1
+        reply = await self.transport.poll(RETRIEVE_FUTURE, request, headers, POLL_TIMEOUT)
+        if reply.status == 408:
+            delay = self._heed(_mapping(reply.body))
+            chosen = self.transport.config.poll_backoff
+            return PENDING, delay if chosen is None else poll_delay(chosen, self.iteration - 1)
+        if reply.status >= 300:
+            raise self.transport.refusal(op, reply)
+        return await self._read(reply)
+
+    async def _read(self, reply: Reply) -> tuple[Any, float | None]:
+        """What a good answer says."""
+        if codec.PROTOBUF not in reply.content_type:
+            # Only the small answers are JSON when protobuf was asked for; a look at the keys is cheap either way.
+            envelope = _mapping(reply.body)
+            status = str(envelope.get("status", ""))
+            if str(envelope.get("type", "")).lower() == "try_again":
+                return PENDING, self._heed(envelope, PAUSED_SECONDS)
+            if status == "pending":
+                return PENDING, self._heed(envelope)
+            if status == "complete_metadata":
+                size = envelope.get("response_payload_size")
+                return _Announced(size if isinstance(size, int) and size > 0 else 0), None
+            if "error" in envelope or status == "failed":
+                raise failure_of(envelope, self.request_id, self.op)
+            if status == "completed" and "result" in envelope:
+                reply = replace(reply, body=msgspec.json.encode(envelope["result"]))
+        return await decode_result(self.transport, self.op, reply), None
+
+    def _heed(self, envelope: Mapping[str, Any], paused: float | None = None) -> float | None:
+        """Pass the queue's state on; the seconds to wait before the next poll, where the server says."""
+        state, reason = envelope.get("queue_state"), envelope.get("queue_state_reason")
+        if self.notice is not None and isinstance(state, str):
+            self.notice(state, reason if isinstance(reason, str) else None)
+        asked = envelope.get("retry_after_ms")
+        if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0:
+            return asked / 1000
+        return paused if isinstance(state, str) and state.lower().startswith("paused") else None
 
 
-async def _ask(transport: Transport, op: Operation, request: FutureRetrieveRequest, headers: Mapping[str, str]) -> Any:
-    """One poll: a result, METADATA, PENDING, or an error that says what came instead."""
-    wants_protobuf = op.result is not None and codec.has_protobuf(op.result)
-    accept = {"Accept": codec.PROTOBUF if wants_protobuf else codec.JSON, "X-Tinker-Request-Type": op.request_type}
-    reply = await transport.poll(RETRIEVE_FUTURE, request, {**accept, **headers}, POLL_TIMEOUT)
-    if reply.status == 408:
-        return PENDING
-    if reply.status >= 300:
-        raise transport.refusal(op, reply)
-    return await _read(transport, op, reply, request.request_id)
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """The answer that says how large a result is, to be asked for again."""
+
+    size: int
 
 
-async def _read(transport: Transport, op: Operation, reply: Reply, request_id: str) -> Any:
-    """A result, or METADATA / PENDING for the two answers that ask to poll again."""
+def poll_delay(policy: Any, iteration: int) -> float:
+    """Seconds that a `poll_backoff` setting asks for after the n-th poll, counted from 0."""
+    if callable(policy):
+        value = policy(iteration)
+        usable = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        return float(value) if usable else 0.0
+    first, most = (policy[1], policy[2]) if isinstance(policy, tuple) else (1.0, 30.0)
+    return float(min(first * 2 ** min(iteration, 60), most))
+
+
+def read_result(transport: Transport, op: Operation, reply: Reply, request_id: str) -> Any:
+    """The result in a reply that is known to hold one, or RequestFailedError."""
     assert op.result is not None
-    if codec.PROTOBUF not in reply.content_type:
-        try:
-            # Only the small answers are JSON when protobuf was asked for; a peek at the keys is cheap either way.
-            envelope = msgspec.json.decode(reply.body)
-        except msgspec.DecodeError:
-            envelope = None
-        if isinstance(envelope, dict):
-            if "error" in envelope:
-                raise _failure(envelope, request_id, op)
-            if envelope.get("type") == "try_again":
-                return PENDING
-            if envelope.get("status") == "complete_metadata":
-                return METADATA
+    if codec.PROTOBUF not in reply.content_type and "error" in (envelope := _mapping(reply.body)):
+        raise failure_of(envelope, request_id, op)
+    return transport.decode(op, op.result, reply)
+
+
+async def decode_result(transport: Transport, op: Operation, reply: Reply) -> Any:
+    """The result in an answer; large ones are read in a thread."""
+    assert op.result is not None
     if len(reply.body) > OFF_LOOP_BYTES:
         return await asyncio.to_thread(transport.decode, op, op.result, reply)
     return transport.decode(op, op.result, reply)
 
 
-def _failure(envelope: Mapping[str, Any], request_id: str, op: Operation) -> RequestFailedError:
+def _mapping(body: bytes) -> dict[str, Any]:
     try:
-        category = RequestErrorCategory(str(envelope.get("category", "unknown")).lower())
-    except ValueError:
-        category = RequestErrorCategory.Unknown
+        value = msgspec.json.decode(body) if body else {}
+    except msgspec.DecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _says_nothing(error: APIError) -> bool:
+    """Whether a 400 carries no reason: something on the way may have garbled the request."""
+    if not isinstance(error, APIStatusError) or error.status_code != 400:
+        return False
+    body = error.body
+    return not body or (isinstance(body, dict) and not any(body.get(name) for name in ("message", "error", "detail")))
+
+
+def failure_of(envelope: Mapping[str, Any], request_id: str, op: Operation) -> RequestFailedError:
+    """The error that an answer in band reports, in any of the forms servers use."""
+    told = envelope.get("error")
+    inner: Mapping[str, Any] = told if isinstance(told, dict) else {}
+    text = (inner.get("message") or inner.get("error")) if inner else told
+    named = str(inner.get("category") or envelope.get("category") or "unknown").lower()
+    known = named in RequestErrorCategory._value2member_map_
+    category = RequestErrorCategory(named) if known else RequestErrorCategory.Unknown
     return RequestFailedError(
-        f"{op.name} failed ({category.value} error): {envelope['error']}",
+        f"{op.name} failed ({category.value} error): {text or 'the server gives no reason'}",
         request_id=request_id,
         category=category,
     )
+
+
+# ── several futures ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def await_many(
+    futures: Iterable[concurrent.futures.Future[T]], timeout: float | None = None
+) -> list[T | BaseException]:
+    """The outcome of each future, in the order given: its result, or the error in its place. Never raises.
+
+    Each is waited for in turn, for `timeout` seconds at most; whoever is late has `TimeoutError` in its place.
+    """
+    outcomes: list[T | BaseException] = []
+    for future in futures:
+        try:
+            outcomes.append(future.result(timeout))
+        except (Exception, concurrent.futures.CancelledError) as error:
+            outcomes.append(error)
+    return outcomes
+
+
+async def await_many_async(futures: Iterable[Awaitable[T]], timeout: float | None = None) -> list[T | BaseException]:
+    """Like `await_many`, in an event loop: all are waited for together, for `timeout` seconds at most."""
+
+    async def outcome(future: Awaitable[T]) -> T:
+        async with asyncio.timeout(timeout):
+            return await future
+
+    return await asyncio.gather(*(outcome(future) for future in futures), return_exceptions=True)
 
 
 # ── several chunks, one result ───────────────────────────────────────────────────────────────────────────────────
@@ -215,28 +442,43 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
     return sum(v * w for v, w in zip(values, weights, strict=True)) / total if total else 0.0
 
 
+def _hash_unordered(values: Sequence[float]) -> float:
+    """A number that is the same for the same values in any order, and a double holds exactly."""
+    text = ",".join(repr(float(value)) for value in sorted(values))
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
+
+
 REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
     "mean": _weighted_mean,
     "sum": lambda values, _: sum(values),
     "min": lambda values, _: min(values),
     "max": lambda values, _: max(values),
-    "slack": lambda values, weights: max(values) - _weighted_mean(values, weights),
+    "slack": lambda values, weights: max(values) - _weighted_mean(values, weights) if sum(weights) else 0.0,
     "hash2": lambda values, _: float(sum(int(v) for v in values) % 2**64),
+    "hash_unordered": lambda values, _: _hash_unordered(values),
 }
 
 
 def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """Join the results of one call's chunks: outputs in order, metrics by the reduction their names end in."""
+    """Join the results of one call's chunks: outputs in order, metrics by the reduction their names end in.
+
+    A name that ends in no known reduction is averaged; a chunk that lacks a metric does not count for it.
+    """
+    if not outputs:
+        raise ValueError("there is nothing to combine: expected at least one output")
     if len(outputs) == 1:
         return outputs[0]
-    weights = [len(output.loss_fn_outputs) for output in outputs]
+    kind = outputs[0].loss_fn_output_type
+    if any(output.loss_fn_output_type != kind for output in outputs):
+        logger.warning("the chunks of one call have mixed loss_fn_output_type; %r is taken", kind)
     metrics: dict[str, float] = {}
     for key in outputs[0].metrics:
-        values = [output.metrics[key] for output in outputs if key in output.metrics]
+        having = [output for output in outputs if key in output.metrics]
+        values, weights = [o.metrics[key] for o in having], [len(o.loss_fn_outputs) for o in having]
         reduction = key.rpartition(":")[2]
         if reduction == "unique":
             metrics |= {key if i == 0 else f"{key}_{i}": value for i, value in enumerate(values)}
-        elif reduction in REDUCTIONS and len(values) == len(outputs):
-            metrics[key] = REDUCTIONS[reduction](values, weights)
+        else:
+            metrics[key] = REDUCTIONS.get(reduction, _weighted_mean)(values, weights)
     joined = [item for output in outputs for item in output.loss_fn_outputs]
-    return ForwardBackwardOutput(outputs[0].loss_fn_output_type, joined, metrics)
+    return ForwardBackwardOutput(kind, joined, metrics)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections import deque
@@ -14,9 +15,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypeVar
 
-from tinkex.errors import APIStatusError, TinkerError
+from tinkex.errors import APIStatusError, BillingError, TinkerError
 
 T = TypeVar("T")
+logger = logging.getLogger("tinkex")
 
 SMALL_PROMPT_BYTES = 131_072
 DISPATCHES = 400
@@ -121,15 +123,65 @@ class DispatchGate:
 
 
 _gates: dict[Hashable, DispatchGate] = {}
+_response_budgets: dict[Hashable, ByteBudget] = {}
+
+
+def _forget() -> None:
+    _gates.clear()
+    _response_budgets.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_gates.clear)
+    os.register_at_fork(after_in_child=_forget)
+
+
+def shared_response_budget(key: Hashable, size: int) -> ByteBudget:
+    """The budget for announced results of everyone with this key; made once. Call it on the loop."""
+    return _response_budgets.setdefault(key, ByteBudget(size))
 
 
 def shared_gate(key: Hashable, byte_budget: int) -> DispatchGate:
     """The gate of everyone with this key (a server and an account); made once. Call it on the loop."""
     return _gates.setdefault(key, DispatchGate(byte_budget))
+
+
+# ── an account that must be topped up ────────────────────────────────────────────────────────────────────────────
+
+BILLING_SECONDS = 5.0
+BILLING_QUIET = 300.0
+BILLING_NOTICE = 60.0
+
+
+class BillingPause:
+    """What a 402 means: not a failure, but a wait until someone tops the account up, said aloud once a minute.
+
+    Everyone who shares it waits in one incident, which is forgotten after five quiet minutes; when it has lasted
+    `limit` seconds, a 402 is an error like any other.
+    """
+
+    def __init__(self, limit: float = 3600.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = limit
+        self._clock = clock
+        self._since = self._last = self._noticed = float("-inf")
+
+    async def waited(self, error: BillingError) -> bool:
+        """Wait a little; False when there has been enough of it."""
+        now = self._clock()
+        if now - self._last > BILLING_QUIET:
+            self._since = now
+        self._last = now
+        left = self._since + self.limit - now
+        if left <= 0:
+            return False
+        if now - self._noticed >= BILLING_NOTICE:
+            self._noticed = now
+            logger.warning(
+                "paused: %s; the work goes on when the account is topped up, or fails in %.0f minutes",
+                error.message,
+                left / 60,
+            )
+        await asyncio.sleep(min(BILLING_SECONDS, left))
+        return True
 
 
 # ── circuit breaker ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,8 @@ import importlib.util
 import itertools
 import os
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -21,8 +22,9 @@ from urllib.parse import unquote
 from tinkex.config import LOCAL
 from tinkex.errors import ConfigurationError
 from tinkex.futures import start
+from tinkex.protocol import Traffic
 from tinkex.tokenizers import BUNDLED
-from tinkex.transport import Exchange, Reply
+from tinkex.transport import Exchange, Reply, StreamReply
 
 if TYPE_CHECKING:
     from tinkex.engine import Engine
@@ -119,28 +121,62 @@ class AsgiExchange:
         await self._app({"type": "lifespan", "asgi": {"version": "3.0"}}, receive, send)
 
     async def send(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: Traffic = "rest",
     ) -> Reply:
         """Call the application; a caller that gives up ends the call."""
+        async with self._running(method, path, headers, body, timeout) as request:
+            while not request.complete:
+                await request.news(timeout)
+            return Reply(request.status, request.headers, b"".join(request.chunks))
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: Traffic = "rest",
+    ) -> AsyncIterator[StreamReply]:
+        """Call the application and hand its answer's bytes on as they come."""
+        async with self._running(method, path, headers, body, timeout) as request:
+            while not request.status:
+                await request.news(timeout)
+
+            async def chunks() -> AsyncIterator[bytes]:
+                while True:
+                    while request.chunks:
+                        if chunk := request.chunks.popleft():
+                            yield chunk
+                    if request.complete:
+                        return
+                    await request.news(timeout)
+
+            yield StreamReply(request.status, request.headers, chunks())
+
+    @contextlib.asynccontextmanager
+    async def _running(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+    ) -> AsyncIterator[_AsgiRequest]:
+        """A request in the application's hands; when the block is left, the application learns that nobody listens."""
         if self._stop.is_set():
             raise ConnectionError("the embedded backend is closed")
         request = _AsgiRequest(method, path, headers, body)
-        running = asyncio.create_task(self._app(request.scope, request.receive, request.send))
-        answered = asyncio.create_task(request.complete.wait())
+        request.task = asyncio.create_task(self._app(request.scope, request.receive, request.send))
+        request.task.add_done_callback(request.wake)
         try:
-            async with asyncio.timeout(timeout):
-                await asyncio.wait({running, answered}, return_when="FIRST_COMPLETED")
-        except TimeoutError:
-            raise TimeoutError(f"no answer within {timeout:g} s") from None
+            yield request
         finally:
             request.disconnected.set()
-            answered.cancel()
-            if not request.complete.is_set():
-                running.cancel()
-        if not request.complete.is_set():
-            running.result()  # the application's own error
-            raise ConnectionError("the embedded server gave no answer")
-        return Reply(request.status, request.headers, b"".join(request.chunks))
+            if not request.complete:
+                request.task.cancel()
 
     async def close(self) -> None:
         """Run the application's shutdown."""
@@ -169,10 +205,13 @@ class _AsgiRequest:
             "server": (LOCAL, 80),
         }
         self._body: bytes | None = body or b""
-        self.disconnected, self.complete = asyncio.Event(), asyncio.Event()
+        self.disconnected = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.complete = False
         self.status = 0
         self.headers: dict[str, str] = {}
-        self.chunks: list[bytes] = []
+        self.chunks: deque[bytes] = deque()
+        self._woken: asyncio.Future[None] | None = None
 
     async def receive(self) -> dict[str, Any]:
         if self._body is not None:
@@ -187,8 +226,27 @@ class _AsgiRequest:
             self.headers = {name.decode().lower(): value.decode() for name, value in message.get("headers", ())}
         elif message["type"] == "http.response.body":
             self.chunks.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                self.complete.set()
+            self.complete = not message.get("more_body", False)
+        self.wake()
+
+    def wake(self, _: object = None) -> None:
+        """Let whoever waits for news look again."""
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+    async def news(self, timeout: float) -> None:
+        """Wait until the application has sent something; its end before its answer is complete is an error."""
+        assert self.task is not None
+        if self.task.done():
+            if not self.task.cancelled():
+                self.task.result()  # the application's own error
+            raise ConnectionError("the embedded server gave no answer")
+        self._woken = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._woken
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {timeout:g} s") from None
 
 
 class LocalBackend:
@@ -275,10 +333,30 @@ class _Lease:
         self._closed = False
 
     async def send(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: Traffic = "rest",
     ) -> Reply:
         exchange = await self._backend.exchange()
-        return await exchange.send(method, path, headers, body, timeout)
+        return await exchange.send(method, path, headers, body, timeout, traffic)
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: Traffic = "rest",
+    ) -> AsyncIterator[StreamReply]:
+        exchange = await self._backend.exchange()
+        async with exchange.stream(method, path, headers, body, timeout, traffic) as reply:
+            yield reply
 
     async def close(self) -> None:
         if self._closed:

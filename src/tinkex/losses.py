@@ -31,8 +31,13 @@ def forward_data(data: Sequence[Datum]) -> list[Datum]:
         weights = datum.loss_fn_inputs.get("weights")
         if weights is None:
             weights = TensorData.from_numpy(np.zeros(targets.to_numpy().shape, dtype=np.float32))
-        prepared.append(Datum(datum.model_input, {"target_tokens": targets, "weights": weights}))
+        prepared.append(_with_inputs(datum, targets, weights))
     return prepared
+
+
+def _with_inputs(datum: Datum, targets: TensorData, weights: TensorData) -> Datum:
+    inputs = {"target_tokens": targets, "weights": weights}
+    return Datum(datum.model_input, inputs, datum.model_input_spans, datum.loss_fn_input_spans)
 
 
 def evaluate(
@@ -60,7 +65,7 @@ def evaluate(
             raise ValueError("the gradient of the custom loss holds NaN or infinity")
         weights = TensorData.from_numpy(-gradient.numpy())
         targets = datum.loss_fn_inputs["target_tokens"]
-        weighted.append(Datum(datum.model_input, {"target_tokens": targets, "weights": weights}))
+        weighted.append(_with_inputs(datum, targets, weights))
     return weighted, float(loss.detach()), {name: float(value) for name, value in metrics.items()}
 
 

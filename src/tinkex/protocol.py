@@ -254,3 +254,5 @@ OPERATIONS: tuple[Operation, ...] = (
     HEALTHZ,
     TELEMETRY,
 )
+
+BY_NAME: dict[str, Operation] = {op.name: op for op in OPERATIONS}

@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import itertools
 import json
-import time
+import logging
 import uuid
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from tinkex import protocol
+from tinkex import protocol, sse
 from tinkex.config import Config
-from tinkex.errors import GoneError, RateLimitError
-from tinkex.futures import Future, retrieve
+from tinkex.dialects import Receipt, sequence_ids
+from tinkex.errors import APIConnectionError, APITimeoutError, GoneError, NotFoundError, RateLimitError, TinkerError
+from tinkex.futures import Future, QueueNotice, failure_of, read_result
+from tinkex.pollers import BatchPoller
+from tinkex.queue_states import Observer, QueueStateLogger, QueueStateTracker
+from tinkex.retries import RetryConfig, RetryHandler
+from tinkex.runtime import runtime
 from tinkex.session import Session, shadow_of
+from tinkex.streams import SampleStream, chunks_of
 from tinkex.tokenizers import load_tokenizer
+from tinkex.transport import Reply
 from tinkex.types.inputs import ModelInput
 from tinkex.types.record import to_json
 from tinkex.types.sampling import (
@@ -25,12 +35,17 @@ from tinkex.types.sampling import (
     GetSamplerResponse,
     SampleRequest,
     SampleResponse,
+    SampleStreamChunk,
     SamplingParams,
 )
+from tinkex.types.sessions import JoinSamplingSessionRequest, JoinSamplingSessionResponse
 from tinkex.types.tensors import TensorData
-from tinkex.types.training import UntypedAPIFuture
 
-EXPIRED_ATTEMPTS = 5
+if TYPE_CHECKING:
+    from tinkex.telemetry import Reporter
+
+logger = logging.getLogger("tinkex")
+
 SEQ_BLOCK = 1_000_000_000
 
 
@@ -43,14 +58,83 @@ class SamplingClient:
         ...     sampler.sample(prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=16)).result()
     """
 
-    def __init__(self, session: Session, *, sampling_session_id: str, record_stability_info: bool = False) -> None:
-        self._session = session
+    def __init__(
+        self,
+        holder: Session,
+        *,
+        sampling_session_id: str,
+        shadow: bool = False,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> None:
+        self._session = holder
         self.sampling_session_id = sampling_session_id
         self._record_stability_info = record_stability_info
-        # A copy in another process numbers its requests in a block of its own.
-        clone = uuid.uuid4().int % SEQ_BLOCK + 1 if session.is_shadow else 0
-        self._seq_ids = itertools.count(clone * SEQ_BLOCK)
-        self._in_flight: asyncio.Semaphore | None = None
+        self._retry_config = retry_config
+        self._joining = asyncio.Lock()
+        # A copy in another process numbers its requests in a block of its own, which it may have to ask for.
+        self._block: int | None = None if shadow or holder.is_shadow else 0
+        self._seq_ids = itertools.count()
+        self._handler: RetryHandler | None = None
+        self._poller: BatchPoller | None = None
+        self._queue_states = QueueStateLogger("Sampling")
+
+    @staticmethod
+    def create(
+        holder: Session,
+        *,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        sampling_session_id: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> Future[SamplingClient]:
+        """A sampler of a checkpoint, of a base model, or of a sampling session that is there already."""
+
+        async def opening() -> SamplingClient:
+            return await open_sampling_client(
+                holder,
+                base_model=base_model,
+                model_path=model_path,
+                sampling_session_id=sampling_session_id,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
+
+        return holder.start(opening())
+
+    @property
+    def holder(self) -> Session:
+        """The session behind this client; what it offers may change in any release."""
+        return self._session
+
+    @property
+    def feature_gates(self) -> set[str]:
+        """The feature gates that were configured; nothing depends on them."""
+        return set(self._session.config.feature_gates)
+
+    def get_telemetry(self) -> Reporter | None:
+        """What reports this session's events to the hosted service; None when nothing does."""
+        return self._session.telemetry
+
+    @property
+    def retry_handler(self) -> RetryHandler:
+        """What runs the samples: so many at once, tried again, given up when nothing comes through."""
+        if self._handler is None:
+            server = self._session.client_config
+            config, limit = self._retry_config or RetryConfig(), server.sample_max_concurrent_requests
+            if self._retry_config is not None:
+                limit = min(limit, config.max_connections)
+            if server.sample_no_retries:
+                config = replace(config, enable_retry_logic=False)
+            if not server.sample_enable_stuck_detection:
+                config = replace(config, enable_stuck_detection=False)
+            self._handler = RetryHandler(config, f"sampling from {self.sampling_session_id}", limit=limit)
+        return self._handler
+
+    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None = None) -> None:
+        """What is done when the server's queue for this sampler changes: a pause is logged, once a minute at most."""
+        self._queue_states.on_queue_state_change(queue_state, queue_state_reason, name=self.sampling_session_id)
 
     def sample(
         self,
@@ -63,6 +147,10 @@ class SamplingClient:
         target_prompt_logprobs: TensorData | None = None,
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
+        *,
+        timeout: float | None = None,
+        queue_state_observer: Observer | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Future[SampleResponse]:
         """Draw samples.
 
@@ -76,6 +164,9 @@ class SamplingClient:
             target_prompt_logprobs: Token ids `[P-1, K]` (int64, -1 = none) to score at each prompt position.
             prompt_alt_tokens_k: Draw this many alternatives at each prompt position after the first.
             prompt_logprobs_last_n: Give prompt log-probabilities for the last n tokens only.
+            timeout: Seconds after which the sample is given up with APITimeoutError, queueing and retries included.
+            queue_state_observer: Is told when the server's queue pauses or goes on, besides the log.
+            headers: Extra headers of the submission.
 
         Returns:
             A future of the samples.
@@ -83,6 +174,32 @@ class SamplingClient:
         Raises:
             ValueError: The options contradict each other.
         """
+        request = self._request(
+            prompt,
+            num_samples,
+            sampling_params,
+            prompt_logprobs=include_prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+        )
+        return self._session.start(self._sample(request, timeout, queue_state_observer, headers))
+
+    def _request(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        params: SamplingParams,
+        *,
+        prompt_logprobs: bool = False,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+        **options: Any,
+    ) -> SampleRequest:
+        """A request without its number, if its parts make sense together."""
         if not isinstance(prompt, ModelInput):
             raise TypeError(
                 f"prompt must be a ModelInput, got {type(prompt).__name__}: "
@@ -96,30 +213,8 @@ class SamplingClient:
             target_prompt_logprobs.dtype != "int64" or len(target_prompt_logprobs.shape or ()) != 2
         ):
             raise ValueError("target_prompt_logprobs must be a two-dimensional int64 tensor")
-        if prompt_logprobs_last_n is not None and not include_prompt_logprobs:
+        if prompt_logprobs_last_n is not None and not prompt_logprobs:
             raise ValueError("prompt_logprobs_last_n needs include_prompt_logprobs")
-        request = self._request(
-            prompt,
-            num_samples,
-            sampling_params,
-            prompt_logprobs=include_prompt_logprobs,
-            topk_prompt_logprobs=topk_prompt_logprobs,
-            topk_sample_logprobs=topk_sample_logprobs,
-            target_prompt_logprobs=target_prompt_logprobs,
-            prompt_alt_tokens_k=prompt_alt_tokens_k,
-            prompt_logprobs_last_n=prompt_logprobs_last_n,
-        )
-        return self._session.start(self._sample(request))
-
-    def _request(
-        self,
-        prompt: ModelInput,
-        num_samples: int,
-        params: SamplingParams,
-        *,
-        prompt_logprobs_last_n: int | None,
-        **options: Any,
-    ) -> SampleRequest:
         if prompt_logprobs_last_n is not None and prompt_logprobs_last_n < 1:
             raise ValueError("prompt_logprobs_last_n must be at least 1")
         return SampleRequest(
@@ -127,48 +222,201 @@ class SamplingClient:
             num_samples=num_samples,
             sampling_params=params,
             sampling_session_id=self.sampling_session_id,
-            seq_id=next(self._seq_ids),
+            prompt_logprobs=prompt_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
             **options,
         )
 
-    async def _sample(self, request: SampleRequest) -> SampleResponse:
-        """Submit and fetch. A result that expired before it was fetched is asked for anew, under a new number."""
-        if self._in_flight is None:
-            self._in_flight = asyncio.Semaphore(self._session.client_config.sample_max_concurrent_requests)
-        async with self._in_flight:
-            for attempt in range(1, EXPIRED_ATTEMPTS + 1):
-                try:
-                    return await self._sample_once(request)
-                except GoneError:
-                    if attempt == EXPIRED_ATTEMPTS:
-                        raise
-                    request = request.model_copy(update={"seq_id": next(self._seq_ids)})
-        raise AssertionError("unreachable")
+    async def _number(self) -> int:
+        """The next request number; the first one of a copy may need a block to be asked for."""
+        if self._block is None:
+            async with self._joining:
+                if self._block is None:
+                    self._block = await self._clone()
+        return self._block * SEQ_BLOCK + next(self._seq_ids)
 
-    async def _sample_once(self, request: SampleRequest) -> SampleResponse:
-        submitted = time.monotonic()
-        receipt = await self._submit(request)
-        transport = self._session.transport
-        response: SampleResponse = await retrieve(transport, protocol.ASAMPLE, receipt.request_id, submitted)
-        for sequence, sequence_id in zip(response.sequences, receipt.sample_sequence_ids or (), strict=False):
+    async def _clone(self) -> int:
+        """Which of the sampling session's clients a copy is: as the server counts, else by chance."""
+        if self._session.client_config.sample_join_sampling_session:
+            request = JoinSamplingSessionRequest(sampling_session_id=self.sampling_session_id)
+            joined: JoinSamplingSessionResponse = await self._session.transport.call(
+                protocol.JOIN_SAMPLING_SESSION, request
+            )
+            return joined.client_counter
+        return uuid.uuid4().int % SEQ_BLOCK + 1
+
+    async def _sample(
+        self,
+        request: SampleRequest,
+        timeout: float | None = None,
+        observer: Observer | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> SampleResponse:
+        """Submit and fetch, under the retry configuration; every attempt has a number of its own."""
+        notice = self._notice(observer)
+        attempts = self.retry_handler.execute(self._attempt, request, notice, headers)
+        if timeout is None:
+            return await attempts
+        try:
+            async with asyncio.timeout(timeout):
+                return await attempts
+        except TimeoutError as error:
+            if isinstance(error, TinkerError):
+                raise
+            raise APITimeoutError(
+                f"asample at {self._session.transport.place}: no samples within {timeout:g} s"
+            ) from None
+
+    def _notice(self, observer: Observer | None) -> QueueNotice:
+        tracker = QueueStateTracker([self.on_queue_state_change, *([observer] if observer is not None else [])])
+        facts = {"session_id": self._session.session_id, "sampling_session_id": self.sampling_session_id}
+        return lambda state, reason: tracker.update(state, reason, facts)
+
+    async def _attempt(
+        self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None
+    ) -> SampleResponse:
+        request = request.model_copy(update={"seq_id": await self._number()})
+        poller = self._batches()
+        with poller.submitting() if poller else contextlib.nullcontext():
+            receipt = await self._submit(request, notice, headers)
+            outcome = poller.outcome(receipt.request_id) if poller and receipt.request_id else None
+        try:
+            response = await self._fetch(receipt, outcome, notice)
+        except asyncio.CancelledError:
+            self._cancel(receipt)
+            raise
+        for sequence, sequence_id in zip(response.sequences, sequence_ids(receipt, request), strict=False):
             sequence.sequence_id = sequence_id
         return response
 
-    async def _submit(self, request: SampleRequest) -> UntypedAPIFuture:
+    async def _fetch(
+        self, receipt: Receipt, outcome: asyncio.Future[Reply | None] | None, notice: QueueNotice
+    ) -> SampleResponse:
+        """The result behind a receipt: brought along by the batched poll, or polled for by itself."""
+        reply = await outcome if outcome is not None else None
+        if reply is None or receipt.request_id is None:
+            fetched: SampleResponse = await self._session.result(receipt, notice=notice)
+            if outcome is not None and self._poller is not None and receipt.request_id is not None:
+                self._poller.fetched(receipt.request_id)
+            return fetched
+        brought: SampleResponse = read_result(self._session.transport, protocol.ASAMPLE, reply, receipt.request_id)
+        return brought
+
+    def _batches(self) -> BatchPoller | None:
+        """The poller for all samples of this client, where the server offers one."""
+        server = self._session.client_config
+        if not (server.batched_results or server.sample_use_retrieve_futures):
+            return None
+        if self._poller is None:
+            self._poller = BatchPoller(
+                self._session.transport, self.sampling_session_id, self._block or 0, inline=server.batched_results
+            )
+        return self._poller if self._poller.is_usable else None
+
+    async def _submit(self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None) -> Receipt:
         """Pass the gate; back-pressure makes everyone wait, and the same request is then sent again."""
         gate, size = self._session.gate, request.prompt.estimated_bytes
-        headers = {"X-Tinker-Sampling-Backpressure": "1"}
+        patience = None if self.retry_handler.config.enable_retry_logic else 0.0
+        sent = {"X-Tinker-Sampling-Backpressure": "1", **(headers or {})}
         while True:
             async with gate.passed(size):
                 try:
-                    receipt: UntypedAPIFuture = await self._session.transport.call(
-                        protocol.ASAMPLE, request, headers=headers, final={429}
+                    return await self._session.submit(
+                        protocol.ASAMPLE, request, headers=sent, patience=patience, final={429}
                     )
-                    return receipt
                 except RateLimitError as error:
+                    _tell_state(error.body, notice)
                     gate.refused(size, error.retry_after)
+                    if patience == 0:
+                        raise
+                except GoneError as error:
+                    error.should_retry = False  # the sampler itself is gone: no other number will bring it back
+                    raise
+
+    def _cancel(self, receipt: Receipt) -> None:
+        """Tell the server that nobody waits for a sample any more, where it wants to know."""
+        if receipt.request_id is None or not self._session.dynamic_config.sample_cancel_enabled:
+            return
+        if not self._session.closed:
+            runtime().task(self._session.cancel_future(receipt.request_id))
+
+    def sample_stream(
+        self,
+        prompt: ModelInput,
+        sampling_params: SamplingParams,
+        num_samples: int = 1,
+        *,
+        timeout: float | None = None,
+    ) -> SampleStream:
+        """Draw samples and get each token when it is drawn.
+
+        Args:
+            prompt: What to continue.
+            sampling_params: How to draw.
+            num_samples: How many samples to draw; the chunks' `index` tells them apart.
+            timeout: Seconds of silence after which the stream fails; the configured timeout by default.
+
+        Returns:
+            A stream to iterate over with `for` or `async for`. Servers that cannot stream give all tokens at the end.
+
+        Example:
+            >>> for chunk in sampler.sample_stream(prompt, SamplingParams(max_tokens=64)):  # doctest: +SKIP
+            ...     print(tokenizer.decode([chunk.token_id]), end="", flush=True)
+        """
+        request = self._request(prompt, num_samples, sampling_params)
+        stream: SampleStream = SampleStream()
+        stream.begin(self._session.start(self._stream(stream, request, timeout)))
+        return stream
+
+    async def sample_stream_async(
+        self,
+        prompt: ModelInput,
+        sampling_params: SamplingParams,
+        num_samples: int = 1,
+        *,
+        timeout: float | None = None,
+    ) -> SampleStream:
+        """Like `sample_stream`."""
+        return self.sample_stream(prompt, sampling_params, num_samples, timeout=timeout)
+
+    async def _stream(self, stream: SampleStream, request: SampleRequest, timeout: float | None) -> None:
+        gate, size = self._session.gate, request.prompt.estimated_bytes
+        request = request.model_copy(update={"seq_id": await self._number()})
+        while True:
+            try:
+                await gate.backoff.wait()
+                await self._read_stream(stream, request, timeout)
+                return
+            except RateLimitError as error:
+                gate.refused(size, error.retry_after)
+            except NotFoundError as error:
+                if "sampling session" in str(error.body):
+                    raise
+                logger.info("%s does not stream: the tokens come all at once", self._session.transport.place)
+                for chunk in chunks_of(await self._sample(request, timeout)):
+                    stream.put(chunk)
+                return
+
+    async def _read_stream(self, stream: SampleStream, request: SampleRequest, timeout: float | None) -> None:
+        transport, op = self._session.transport, protocol.STREAM_SAMPLE
+        open_samples = request.num_samples
+        async with transport.stream(op, request, timeout=timeout) as reply:
+            async for event in sse.events(reply.chunks):
+                told = event.json()
+                if not isinstance(told, dict):
+                    continue  # a farewell, or something that is no event of ours
+                if event.event == "error" or told.get("error") is not None:
+                    raise failure_of(told, request.sampling_session_id or "", op)
+                chunk = SampleStreamChunk.from_map(told)
+                open_samples -= chunk.is_done
+                stream.put(chunk)
+        if open_samples > 0:
+            raise APIConnectionError(
+                f"{op.name} at {transport.place}: the stream ended before {open_samples} of its samples did"
+            )
 
     async def sample_async(
         self,
@@ -181,6 +429,10 @@ class SamplingClient:
         target_prompt_logprobs: TensorData | None = None,
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
+        *,
+        timeout: float | None = None,
+        queue_state_observer: Observer | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> SampleResponse:
         """Draw samples; takes what `sample` takes and gives the samples themselves."""
         return await self.sample(
@@ -193,26 +445,41 @@ class SamplingClient:
             target_prompt_logprobs,
             prompt_alt_tokens_k,
             prompt_logprobs_last_n,
+            timeout=timeout,
+            queue_state_observer=queue_state_observer,
+            headers=headers,
         )
 
     def compute_logprobs(
-        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+        self,
+        prompt: ModelInput,
+        prompt_logprobs_last_n: int | None = None,
+        *,
+        timeout: float | None = None,
+        queue_state_observer: Observer | None = None,
     ) -> Future[list[float | None]]:
-        """The log-probability of each token of a prompt; None for the first."""
+        """The log-probability of each token of a prompt; None for the first. `sample` describes the options."""
         request = self._request(
             prompt, 1, SamplingParams(max_tokens=1), prompt_logprobs=True, prompt_logprobs_last_n=prompt_logprobs_last_n
         )
 
         async def score() -> list[float | None]:
-            return (await self._sample(request)).prompt_logprobs or []
+            return (await self._sample(request, timeout, queue_state_observer)).prompt_logprobs or []
 
         return self._session.start(score())
 
     async def compute_logprobs_async(
-        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+        self,
+        prompt: ModelInput,
+        prompt_logprobs_last_n: int | None = None,
+        *,
+        timeout: float | None = None,
+        queue_state_observer: Observer | None = None,
     ) -> list[float | None]:
-        """The log-probability of each token of a prompt; None for the first."""
-        return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
+        """Like `compute_logprobs`; gives the list itself."""
+        return await self.compute_logprobs(
+            prompt, prompt_logprobs_last_n, timeout=timeout, queue_state_observer=queue_state_observer
+        )
 
     def get_sampler_handle(self) -> str:
         """A text from which another process can make this client: where it is, what it samples, no credential."""
@@ -280,18 +547,34 @@ async def open_sampling_client(
     *,
     base_model: str | None = None,
     model_path: str | None = None,
+    sampling_session_id: str | None = None,
+    retry_config: RetryConfig | None = None,
     record_stability_info: bool = False,
 ) -> SamplingClient:
-    """Bind a new sampler to a base model or a checkpoint."""
-    request = CreateSamplingSessionRequest(
-        session_id=session.session_id,
-        sampling_session_seq_id=next(session.sampling_session_seq_ids),
-        base_model=base_model,
-        model_path=model_path,
-    )
-    response: CreateSamplingSessionResponse = await session.transport.call(protocol.CREATE_SAMPLING_SESSION, request)
+    """Bind a new sampler to a base model or a checkpoint; a sampling session that is there needs no binding."""
+    if sampling_session_id is None:
+        if model_path is None and base_model is None:
+            raise ValueError("give model_path or base_model")
+        request = CreateSamplingSessionRequest(
+            session_id=session.session_id,
+            sampling_session_seq_id=next(session.sampling_session_seq_ids),
+            base_model=base_model,
+            model_path=model_path,
+        )
+        response: CreateSamplingSessionResponse = await session.transport.call(
+            protocol.CREATE_SAMPLING_SESSION, request
+        )
+        sampling_session_id = response.sampling_session_id
     return SamplingClient(
         session,
-        sampling_session_id=response.sampling_session_id,
+        sampling_session_id=sampling_session_id,
+        retry_config=retry_config,
         record_stability_info=record_stability_info,
     )
+
+
+def _tell_state(body: object, notice: QueueNotice) -> None:
+    """A refusal for want of room may say why."""
+    if isinstance(body, dict) and isinstance(state := body.get("queue_state"), str):
+        reason = body.get("queue_state_reason")
+        notice(state, reason if isinstance(reason, str) else None)

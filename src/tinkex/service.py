@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from tinkex import protocol
+from tinkex import loss_graphs, protocol
 from tinkex.config import Config
+from tinkex.errors import TinkerError
 from tinkex.futures import Future, start
 from tinkex.limits import BreakerState
-from tinkex.sampling import SamplingClient, open_sampling_client
+from tinkex.loss_graphs import LossHandle, PerDatumLossFn
+from tinkex.retries import RetryConfig
+from tinkex.sampling import SamplingClient
 from tinkex.session import Session
 from tinkex.training import TrainingClient
-from tinkex.types.checkpoints import CONSOLE, SCHEME, LoadWeightsRequest, WeightsInfoRequest, WeightsInfoResponse
+from tinkex.types.checkpoints import (
+    CONSOLE,
+    SCHEME,
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
+from tinkex.types.custom_losses import CreateCustomLossResponse
 from tinkex.types.sessions import ClientSessionFinishReasonType, GetServerCapabilitiesResponse
 from tinkex.types.training import (
     AdamOptimizerConfig,
@@ -23,10 +36,14 @@ from tinkex.types.training import (
     CreateModelResponse,
     LoraConfig,
     OptimizerConfig,
+    UnloadModelRequest,
 )
 
 if TYPE_CHECKING:
     from tinkex.rest import RestClient
+    from tinkex.telemetry import Reporter
+
+Rank: TypeAlias = Literal[0, 1, 2]
 
 logger = logging.getLogger("tinkex")
 
@@ -69,6 +86,15 @@ class ServiceClient:
             default_headers=default_headers_overrides,
         )
         self._session = Session(config, display_name=display_name)
+
+    @property
+    def holder(self) -> Session:
+        """The session behind this client; what it offers may change in any release."""
+        return self._session
+
+    def get_telemetry(self) -> Reporter | None:
+        """What reports this session's events to the hosted service; None when nothing does."""
+        return self._session.telemetry
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -213,10 +239,13 @@ class ServiceClient:
         token: str | None,
         optimizer: OptimizerConfig | None,
     ) -> TrainingClient:
-        """Read what the checkpoint holds, make a run of that shape, load it."""
+        """Make a run of a checkpoint: in one request where the server can, else of the shape that it says it has."""
         session = self._session
+        if session.client_config.create_model_via_load_weights:
+            return await self._by_loading(path, with_optimizer, base_model, user_metadata, token, optimizer)
+        headers = {"X-API-Key": token} if token else None  # a foreign checkpoint is described to its token alone
         info: WeightsInfoResponse = await session.transport.call(
-            protocol.WEIGHTS_INFO, WeightsInfoRequest(tinker_path=path)
+            protocol.WEIGHTS_INFO, WeightsInfoRequest(tinker_path=path), headers=headers
         )
         if not info.is_lora or info.lora_rank is None:
             raise ValueError(f"{path} is not a LoRA checkpoint")
@@ -235,8 +264,69 @@ class ServiceClient:
             optimizer=with_optimizer,
             weights_access_token=token,
         )
-        await session.run(protocol.LOAD_WEIGHTS, request)
+        try:
+            await session.run(protocol.LOAD_WEIGHTS, request)
+        except TinkerError:
+            # A run that is not what was asked for would hold memory and be trained by mistake.
+            with contextlib.suppress(TinkerError):
+                forget = UnloadModelRequest(model_id=client.model_id)
+                await session.transport.call(protocol.UNLOAD_MODEL, forget, patience=0)
+            raise
         return client
+
+    async def _by_loading(
+        self,
+        path: str,
+        with_optimizer: bool,
+        base_model: str | None,
+        user_metadata: dict[str, str] | None,
+        token: str | None,
+        optimizer: OptimizerConfig | None,
+    ) -> TrainingClient:
+        session, number = self._session, next(self._session.model_seq_ids)
+        request = LoadWeightsRequest(
+            session_id=session.session_id,
+            model_seq_id=number,
+            path=path,
+            optimizer=with_optimizer,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            optimizer_config=optimizer,
+            weights_access_token=token,
+        )
+        loaded: LoadWeightsResponse = await session.run(protocol.LOAD_WEIGHTS, request)
+        return TrainingClient(session, number, loaded.model_id or f"{session.session_id}:train:{number}")
+
+    def create_custom_loss(self, fn: PerDatumLossFn, input_ranks: Mapping[str, Rank]) -> Future[LossHandle]:
+        """Make a loss that `forward_backward_custom` can use without a second pass, on servers that run such losses.
+
+        Args:
+            fn: Takes the log-probabilities of one datum and further inputs of it, by name; returns its loss and
+                metrics named `custom/…:sum` or `custom/…:mean`. It is traced, not called with real data.
+            input_ranks: For each parameter, how many axes it has: 0, 1 (one value a token) or 2.
+
+        Returns:
+            A future of the handle; it fails if the same loss was made before in this session.
+
+        Raises:
+            ValueError: The function cannot be traced, or uses what such losses may not.
+            ImportError: torch is not installed.
+        """
+        handle = loss_graphs.trace(fn, input_ranks, "")
+
+        async def creating() -> LossHandle:
+            session = self._session
+            named = replace(handle, session_id=session.session_id)
+            if named.key in session.custom_losses:
+                raise ValueError(f"the loss {named.name!r} was made before in this session: use its handle again")
+            session.custom_losses.add(named.key)
+            if not session.client_config.custom_loss_server_side:
+                return named
+            request = loss_graphs.create_request(named, next(session.custom_loss_seq_ids))
+            created: CreateCustomLossResponse = await session.run(protocol.CREATE_CUSTOM_LOSS, request)
+            return replace(named, loss_id=created.loss_id)
+
+        return self._session.start(creating())
 
     # ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -244,7 +334,7 @@ class ServiceClient:
         self,
         model_path: str | None = None,
         base_model: str | None = None,
-        retry_config: Any = None,
+        retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> SamplingClient:
         """A sampler of a saved checkpoint or of a base model.
@@ -252,41 +342,42 @@ class ServiceClient:
         Args:
             model_path: A `tinker://…/sampler_weights/…` path.
             base_model: The name of a base model.
-            retry_config: Accepted for compatibility.
+            retry_config: How samples that fail for a passing reason are treated.
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
 
         Raises:
             ValueError: Neither was given, or the path is not a `tinker://` path.
         """
-        return self._open_sampler(model_path, base_model, record_stability_info).result()
+        return self._open_sampler(model_path, base_model, retry_config, record_stability_info).result()
 
     async def create_sampling_client_async(
         self,
         model_path: str | None = None,
         base_model: str | None = None,
-        retry_config: Any = None,
+        retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> SamplingClient:
         """Like `create_sampling_client`."""
-        return await self._open_sampler(model_path, base_model, record_stability_info)
+        return await self._open_sampler(model_path, base_model, retry_config, record_stability_info)
 
     def _open_sampler(
-        self, model_path: str | None, base_model: str | None, record_stability_info: bool
+        self,
+        model_path: str | None,
+        base_model: str | None,
+        retry_config: RetryConfig | None,
+        record_stability_info: bool,
     ) -> Future[SamplingClient]:
         if model_path is None and base_model is None:
             raise ValueError("give model_path or base_model")
         if model_path is not None and not model_path.startswith(SCHEME):
             raise ValueError(f"model_path must start with {SCHEME!r}, got {model_path!r}")
-
-        async def opening() -> SamplingClient:
-            return await open_sampling_client(
-                self._session,
-                base_model=base_model,
-                model_path=model_path,
-                record_stability_info=record_stability_info,
-            )
-
-        return self._session.start(opening())
+        return SamplingClient.create(
+            self._session,
+            model_path=model_path,
+            base_model=base_model,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
 
     def create_rest_client(self) -> RestClient:
         """Deprecated: make a `RestClient` directly; this one uses the service client's connections."""

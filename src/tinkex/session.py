@@ -6,25 +6,29 @@ It opens itself on first use, and stops when closed or when the last client that
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tinkex import protocol
+from tinkex import codec, dialects, protocol
 from tinkex.config import Config
+from tinkex.dialects import Receipt
 from tinkex.errors import APIStatusError, NotFoundError, TinkerError
-from tinkex.futures import Future, retrieve, start
-from tinkex.limits import DispatchGate, shared_gate
+from tinkex.futures import Future, QueueNotice, retrieve, start
+from tinkex.limits import DispatchGate, shared_gate, shared_response_budget
 from tinkex.protocol import PROTOCOL_VERSION, Operation
 from tinkex.runtime import runtime
-from tinkex.transport import Transport
+from tinkex.transport import Reply, Transport, origin_of
 from tinkex.types.sessions import (
+    CancelFutureRequest,
     ClientConfigRequest,
     ClientConfigResponse,
+    ClientDynamicConfigResponse,
     ClientSessionFinishReasonType,
     CreateSessionRequest,
     CreateSessionResponse,
@@ -32,13 +36,17 @@ from tinkex.types.sessions import (
     FinishSessionRequest,
     SessionHeartbeatRequest,
 )
-from tinkex.types.training import UntypedAPIFuture
+
+if TYPE_CHECKING:
+    from tinkex.telemetry import Reporter
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
 
 HEARTBEAT_SECONDS = 10.0
 SILENCE_SECONDS = 120.0
+SHORTEST_REFRESH = 10.0
+CANCEL_PATIENCE = 10.0
 
 
 class Session:
@@ -52,15 +60,21 @@ class Session:
         self.config = config
         self.transport = Transport(config)
         self.client_config = ClientConfigResponse()
+        self.dynamic_config = ClientDynamicConfigResponse()
         self.session_id = session_id
         self.is_shadow = bool(session_id)
         self.closed = False
         self.model_seq_ids = itertools.count()
         self.sampling_session_seq_ids = itertools.count()
+        self.custom_loss_seq_ids = itertools.count()
+        self.custom_losses: set[str] = set()
+        """The keys of the custom losses made in this session: each is made once."""
         self._display_name = display_name
         self._lock = threading.Lock()
         self._opening: Future[None] | None = None
         self._gate: DispatchGate | None = None
+        self._cancels: asyncio.Semaphore | None = None
+        self.telemetry: Reporter | None = None
         self._pending: set[Future[Any]] = set()
         self._finishing: asyncio.Future[None] | None = None
         # When the last client lets go, the transport must still be closed: on the loop, without holding the session.
@@ -90,14 +104,43 @@ class Session:
 
     async def _open(self) -> None:
         runtime().at_stop(weakref.WeakMethod(self._abandon))
-        hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
-        patience = self.config.first_contact_patience
-        self.client_config = await self.transport.call(protocol.CLIENT_CONFIG, hello, patience=patience)
-        if self.client_config.pjwt_auth_enabled:
-            self.transport.use_tokens()
+        await self._configure()
         if not self.is_shadow:
             await self._create()
         runtime().task(_heartbeat(weakref.ref(self), self.session_id))
+        runtime().task(_keep_informed(weakref.ref(self)))
+
+    async def _configure(self) -> None:
+        """Ask the server how to behave; one that knows no such question speaks an older dialect."""
+        hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
+        patience = self.config.first_contact_patience
+        try:
+            self.client_config = await self.transport.call(protocol.CLIENT_CONFIG, hello, patience=patience)
+        except NotFoundError:
+            self.transport.is_older = True
+            return
+        if self.client_config.batched_results:
+            self.transport.is_older = False
+        if self.client_config.pjwt_auth_enabled:
+            self.transport.use_tokens()
+        self.transport.billing.limit = self.client_config.billing_exception_max_pause_duration_sec
+        self.transport.response_budget = shared_response_budget(
+            self._account, self.client_config.inflight_response_bytes_semaphore_size
+        )
+        await self.refresh()
+
+    async def refresh(self) -> None:
+        """Ask for the part of the configuration that may change; the last answer stays when there is none."""
+        hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
+        with contextlib.suppress(TinkerError):
+            self.dynamic_config = await self.transport.call(
+                protocol.CLIENT_DYNAMIC_CONFIG, hello, timeout=10, patience=0
+            )
+
+    @property
+    def _account(self) -> tuple[str, str | None]:
+        """What budgets are shared by: a server, and who asks it."""
+        return (origin_of(self.config.base_url), self.config.api_key)
 
     async def _create(self) -> None:
         request = CreateSessionRequest(
@@ -121,20 +164,75 @@ class Session:
     def gate(self) -> DispatchGate:
         """What bounds the submission of samples, shared by all sessions of this server and key; on the loop only."""
         if self._gate is None:
-            key = (self.config.base_url, self.config.api_key)
-            self._gate = shared_gate(key, self.client_config.sample_dispatch_bytes_semaphore_size)
+            self._gate = shared_gate(self._account, self.client_config.sample_dispatch_bytes_semaphore_size)
         return self._gate
 
-    async def submit(self, op: Operation, request: Any, *, compress: bool = False) -> UntypedAPIFuture:
-        """Hand an operation to the server; the receipt names its future."""
-        receipt: UntypedAPIFuture = await self.transport.call(op, request, compress=compress)
-        return receipt
+    async def submit(
+        self,
+        op: Operation,
+        request: Any,
+        *,
+        headers: Mapping[str, str] | None = None,
+        patience: float | None = None,
+        final: Container[int] = (),
+    ) -> Receipt:
+        """Hand an operation to the server; the receipt names its future, or is the result at once."""
+        facts = {
+            "session_id": self.session_id,
+            **{
+                name: value
+                for name in ("model_id", "seq_id", "sampling_session_id")
+                if (value := getattr(request, name, None)) is not None
+            },
+        }
+        started = time.monotonic()
+
+        async def post(older: bool) -> Reply:
+            spoken, body = await _written(op, request, older, self.client_config.proto_compress_fwdbwd)
+            return await self.transport.request(
+                spoken, body, headers=headers, patience=patience, final=final, metadata=facts
+            )
+
+        reply = await (post(self.transport.is_older or False) if not _is_trial(self, op) else self._try_both(post))
+        return dialects.read_receipt(self.transport, op, reply, started)
+
+    async def _try_both(self, post: Callable[[bool], Awaitable[Reply]]) -> Reply:
+        """The first pass a server gets shows which form it reads; the other is tried when it refuses the newer one."""
+        try:
+            reply = await post(False)
+        except APIStatusError as refused:
+            if refused.status_code not in dialects.UNREADABLE:
+                raise
+            try:
+                reply = await post(True)
+            except TinkerError:
+                raise refused from None
+            self.transport.is_older = True
+            logger.info("%s reads no protobuf: passes are sent to it as JSON", self.transport.place)
+            return reply
+        self.transport.is_older = False
+        return reply
 
     async def run(self, op: Operation, request: Any) -> Any:
         """Submit an operation and wait for its result."""
-        submitted = time.monotonic()
-        receipt = await self.submit(op, request)
-        return await retrieve(self.transport, op, receipt.request_id, submitted)
+        return await self.result(await self.submit(op, request))
+
+    async def result(self, receipt: Receipt, *, timeout: float | None = None, notice: QueueNotice | None = None) -> Any:
+        """The result behind a receipt."""
+        if receipt.request_id is None:
+            return receipt.result
+        return await retrieve(
+            self.transport, receipt.op, receipt.request_id, receipt.submitted, timeout=timeout, notice=notice
+        )
+
+    async def cancel_future(self, request_id: str) -> None:
+        """Tell the server that a result is not wanted any more; so many at once, and no matter if it fails."""
+        if self._cancels is None:
+            self._cancels = asyncio.Semaphore(max(1, self.dynamic_config.sample_cancel_max_batch_size))
+        async with self._cancels:
+            with contextlib.suppress(TinkerError):
+                request = CancelFutureRequest(request_id=request_id)
+                await self.transport.call(protocol.CANCEL_FUTURE, request, timeout=30, patience=CANCEL_PATIENCE)
 
     def track(self, future: Future[Any]) -> None:
         """Remember a call until it has ended, so that closing can wait for it."""
@@ -175,6 +273,19 @@ class Session:
             await self.transport.close()
 
 
+def _is_trial(session: Session, op: Operation) -> bool:
+    return dialects.is_pass(op) and session.transport.is_older is None
+
+
+async def _written(op: Operation, request: Any, older: bool, compress: bool) -> tuple[Operation, codec.Body]:
+    """A request as bytes; passes are written in a thread, for they are large."""
+    if older:
+        return await asyncio.to_thread(dialects.for_older, op, request)
+    if dialects.is_pass(op):
+        return op, await asyncio.to_thread(codec.encode, request, compress=compress)
+    return op, codec.encode(request)
+
+
 _shadows: weakref.WeakValueDictionary[tuple[str, str, str | None], Session] = weakref.WeakValueDictionary()
 
 
@@ -213,3 +324,15 @@ async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
         if time.monotonic() - max(heard, warned) > SILENCE_SECONDS:
             warned = time.monotonic()
             logger.warning("the server has not answered a heartbeat for %.0f s", warned - heard)
+
+
+async def _keep_informed(reference: weakref.ref[Session]) -> None:
+    """Ask for the changing part of the configuration now and then, until the session is closed or dropped."""
+    while (session := reference()) is not None and not session.closed:
+        pause = max(session.dynamic_config.refresh_interval_sec, SHORTEST_REFRESH)
+        del session
+        await asyncio.sleep(pause)
+        session = reference()
+        if session is not None and not session.closed:
+            await session.refresh()
+        del session

@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+import warnings
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
-from tinkex import losses, protocol
-from tinkex.errors import APIConnectionError, TinkerError
-from tinkex.futures import Future, combine, retrieve, start
+import numpy as np
+
+from tinkex import loss_graphs, losses, protocol
+from tinkex.dialects import Receipt
+from tinkex.errors import APIConnectionError, APIResponseValidationError, TinkerError
+from tinkex.futures import Future, combine, start
 from tinkex.limits import ByteBudget
+from tinkex.loss_graphs import LossHandle
 from tinkex.protocol import Operation
+from tinkex.queue_states import Observer, QueueStateLogger, QueueStateTracker
+from tinkex.retries import RetryConfig
 from tinkex.runtime import in_own_thread, runtime
 from tinkex.sampling import SamplingClient, open_sampling_client
 from tinkex.tokenizers import load_tokenizer
@@ -40,12 +48,17 @@ from tinkex.types.training import (
     GetInfoResponse,
     LossFnConfig,
     OptimParams,
+    OptimParamsBase,
     OptimStepRequest,
     OptimStepResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
+    UntypedAPIFuture,
 )
 
 if TYPE_CHECKING:
     from tinkex.session import Session
+    from tinkex.telemetry import Reporter
 
 T = TypeVar("T")
 
@@ -115,6 +128,70 @@ def _checked(data: Sequence[Datum]) -> list[Datum]:
     return items
 
 
+class CallOptions(TypedDict, total=False):
+    """How a call waits for its result."""
+
+    timeout: float | None
+    """Seconds after which waiting is given up with APITimeoutError; the server carries the call out all the same."""
+    queue_state_observer: Observer
+    """Is told when the server's queue pauses or goes on, besides the log."""
+
+
+def _check_options(options: CallOptions) -> None:
+    if unknown := set(options) - CallOptions.__annotations__.keys():
+        raise TypeError(f"unknown option {min(unknown)!r}; known are {', '.join(CallOptions.__annotations__)}")
+
+
+def checked_config(loss_fn: str, config: LossFnConfig | None) -> LossFnConfig | None:
+    """A loss's settings, with numbers as floats; what is neither number nor text is refused before it is sent."""
+    if not isinstance(loss_fn, str):
+        raise TypeError(f"loss_fn must be the name of a loss, got {type(loss_fn).__name__}")
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        raise TypeError(f"loss_fn_config must be a mapping, got {type(config).__name__}")
+    settings: dict[str, float | str] = {}
+    for name, value in config.items():
+        if isinstance(value, bool) or not isinstance(value, str | int | float | np.number):
+            raise ValueError(f"loss_fn_config[{name!r}] must be a number or text, got {value!r}")
+        settings[str(name)] = value if isinstance(value, str) else float(value)
+    return settings
+
+
+def _checked_ttl(seconds: int | None) -> int | None:
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int) or seconds <= 0):
+        raise ValueError(f"ttl_seconds must be a positive whole number or None, got {seconds!r}")
+    return seconds
+
+
+async def _outcome(work: Awaitable[T]) -> T | Exception:
+    """What some work gives, or the error that it ends with."""
+    try:
+        return await work
+    except Exception as error:
+        return error
+
+
+async def _in_order(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, or the error of the first that fails; those after it are then waited for no longer."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return [await task for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _public(receipt: Receipt) -> UntypedAPIFuture:
+    if receipt.request_id is None:
+        raise TinkerError(
+            f"{receipt.op.name}: the server answered with the result itself, there is no future to wait for",
+            hint="call the method without _future, which takes both",
+        )
+    return UntypedAPIFuture(request_id=receipt.request_id)
+
+
 class TrainingClient:
     """One training run. Calls return at once; the server executes them in the order they were made.
 
@@ -125,16 +202,46 @@ class TrainingClient:
         >>> passed.result().metrics["loss:sum"], stepped.result()  # doctest: +SKIP
     """
 
-    def __init__(self, session: Session, model_seq_id: int, model_id: str, *, first_seq_id: int = 1) -> None:
-        self._session = session
+    def __init__(self, holder: Session, model_seq_id: int, model_id: str, *, first_seq_id: int = 1) -> None:
+        self._session = holder
         self.model_seq_id = model_seq_id
         self.model_id = model_id
-        self._outbox = Outbox(session, first_seq_id)
+        self._outbox = Outbox(holder, first_seq_id)
+        self._queue_states = QueueStateLogger("Training")
+        self._loaded_tokenizer: Any = None
+
+    @property
+    def holder(self) -> Session:
+        """The session behind this client; what it offers may change in any release."""
+        return self._session
+
+    def get_telemetry(self) -> Reporter | None:
+        """What reports this session's events to the hosted service; None when nothing does."""
+        return self._session.telemetry
+
+    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None = None) -> None:
+        """What is done when the server's queue for this run changes: a pause is logged, once a minute at most."""
+        self._queue_states.on_queue_state_change(queue_state, queue_state_reason, name=self.model_id)
+
+    async def _result(self, receipt: Receipt, options: CallOptions) -> Any:
+        """The result behind a receipt, waited for as the call asked."""
+        observer = options.get("queue_state_observer")
+        tracker = QueueStateTracker([self.on_queue_state_change, *([observer] if observer is not None else [])])
+        facts = {"session_id": self._session.session_id, "model_id": self.model_id}
+        return await self._session.result(
+            receipt,
+            timeout=options.get("timeout"),
+            notice=lambda state, reason: tracker.update(state, reason, facts),
+        )
 
     # ── passes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: LossFnConfig | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[ForwardBackwardOutput]:
         """Compute the loss and log-probabilities of data, without a gradient.
 
@@ -142,14 +249,19 @@ class TrainingClient:
             data: The examples.
             loss_fn: The name of a loss, e.g. "cross_entropy".
             loss_fn_config: Settings of that loss.
+            options: How to wait for the result; see `CallOptions`.
 
         Returns:
             A future of one record of tensors per datum, and metrics.
         """
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+        return self._pass(data, loss_fn, loss_fn_config, options, forward_only=True)
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: LossFnConfig | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[ForwardBackwardOutput]:
         """Compute the loss of data and add its gradient to what the next `optim_step` applies.
 
@@ -157,6 +269,7 @@ class TrainingClient:
             data: The examples. Their losses are summed, never averaged.
             loss_fn: The name of a loss, e.g. "cross_entropy", "importance_sampling" or "ppo".
             loss_fn_config: Settings of that loss.
+            options: How to wait for the result; see `CallOptions`.
 
         Returns:
             A future of one record of tensors per datum, and metrics.
@@ -164,29 +277,86 @@ class TrainingClient:
         Raises:
             ValueError: There is no data.
         """
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+        return self._pass(data, loss_fn, loss_fn_config, options, forward_only=False)
 
     async def forward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: LossFnConfig | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[ForwardBackwardOutput]:
         """Like `forward`; awaiting it gives the future."""
-        return self.forward(data, loss_fn, loss_fn_config)
+        return self.forward(data, loss_fn, loss_fn_config, **options)
 
     async def forward_backward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: LossFnConfig | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[ForwardBackwardOutput]:
         """Like `forward_backward`; awaiting it gives the future."""
-        return self.forward_backward(data, loss_fn, loss_fn_config)
+        return self.forward_backward(data, loss_fn, loss_fn_config, **options)
+
+    def forward_future(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+    ) -> Future[list[UntypedAPIFuture]]:
+        """Submit a forward pass and get its receipts, one per chunk, for `retrieve` or another process to wait for."""
+        return self._pass_future(data, loss_fn, loss_fn_config, forward_only=True)
+
+    def forward_backward_future(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+    ) -> Future[list[UntypedAPIFuture]]:
+        """Submit a pass and get its receipts, one per chunk, for `retrieve` or another process to wait for."""
+        return self._pass_future(data, loss_fn, loss_fn_config, forward_only=False)
+
+    def _pass_future(
+        self, data: Sequence[Datum], loss_fn: str, config: LossFnConfig | None, *, forward_only: bool
+    ) -> Future[list[UntypedAPIFuture]]:
+        items, settings = _checked(data), checked_config(loss_fn, config)
+
+        async def turn() -> Fetch[list[UntypedAPIFuture]]:
+            receipts = await self._submit_data(items, loss_fn, settings, forward_only)
+
+            async def fetch() -> list[UntypedAPIFuture]:
+                return [_public(receipt) for receipt in receipts]
+
+            return fetch
+
+        return self._outbox.put(turn)
 
     def _pass(
-        self, data: Sequence[Datum], loss_fn: str, config: LossFnConfig | None, *, forward_only: bool
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: LossFnConfig | None,
+        options: CallOptions,
+        *,
+        forward_only: bool,
     ) -> Future[ForwardBackwardOutput]:
-        items = _checked(data)
-        return self._outbox.put(lambda: self._submit_pass(items, loss_fn, config, forward_only))
+        items, settings = _checked(data), checked_config(loss_fn, config)
+        _check_options(options)
+        return self._outbox.put(lambda: self._submit_pass(items, loss_fn, settings, forward_only, options))
 
     async def _submit_pass(
-        self, data: list[Datum], loss_fn: str, config: LossFnConfig | None, forward_only: bool
+        self,
+        data: list[Datum],
+        loss_fn: str,
+        config: LossFnConfig | None,
+        forward_only: bool,
+        options: CallOptions,
     ) -> Fetch[ForwardBackwardOutput]:
+        receipts = await self._submit_data(data, loss_fn, config, forward_only)
+
+        async def fetch() -> ForwardBackwardOutput:
+            return combine(await _in_order([self._result(receipt, options) for receipt in receipts]))
+
+        return fetch
+
+    async def _submit_data(
+        self, data: list[Datum], loss_fn: str, config: LossFnConfig | None, forward_only: bool
+    ) -> list[Receipt]:
         requests = [
             ForwardBackwardRequest(
                 model_id=self.model_id,
@@ -198,15 +368,7 @@ class TrainingClient:
             )
             for chunk in self._chunks(data)
         ]
-        submitted = time.monotonic()
-        receipts = await self._submit_chunks(requests)
-
-        async def fetch() -> ForwardBackwardOutput:
-            transport, op = self._session.transport, protocol.FORWARD_BACKWARD
-            polls = [retrieve(transport, op, receipt, submitted) for receipt in receipts]
-            return combine(await asyncio.gather(*polls))
-
-        return fetch
+        return await self._submit_chunks(requests)
 
     def _chunks(self, data: list[Datum]) -> list[list[Datum]]:
         """Cut data so that no chunk holds too many datums or bytes; a datum that is too big goes alone."""
@@ -222,31 +384,41 @@ class TrainingClient:
             size += datum.nbytes
         return chunks
 
-    async def _submit_chunks(self, requests: list[ForwardBackwardRequest]) -> list[str]:
+    async def _submit_chunks(self, requests: list[ForwardBackwardRequest]) -> list[Receipt]:
         """Send the chunks of one call, the first one last: the server can then take them in together.
 
         Every chunk is sent even when another is refused, so that no number is left out.
         """
-        first, *others = [self._submit(protocol.FORWARD_BACKWARD, request) for request in requests]
-        later: list[str | BaseException] = await asyncio.gather(*others, return_exceptions=True)
-        receipts = [await first]
-        for outcome in later:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            receipts.append(outcome)
-        return receipts
+        if not self._session.client_config.parallel_fwdbwd_chunks:
+            outcomes = [await _outcome(self._submit(protocol.FORWARD_BACKWARD, request)) for request in requests]
+        else:
+            first, *others = [_outcome(self._submit(protocol.FORWARD_BACKWARD, request)) for request in requests]
+            later = await asyncio.gather(*others)
+            outcomes = [await first, *later]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        if failures:
+            error, accepted = failures[0], len(outcomes) - len(failures)
+            if accepted and isinstance(error, TinkerError) and error.hint is None:
+                error.hint = (
+                    f"{accepted} of the call's {len(outcomes)} chunks were accepted, and their gradient counts in the "
+                    "next optim_step; load a saved state to be rid of it"
+                )
+            raise error
+        return [outcome for outcome in outcomes if isinstance(outcome, Receipt)]
 
-    async def _submit(self, op: Operation, request: Any) -> str:
+    async def _submit(self, op: Operation, request: Any) -> Receipt:
         """Send a numbered request. One that cannot be sent, or is refused, has its number spent all the same."""
-        compress = op is protocol.FORWARD_BACKWARD and self._session.client_config.proto_compress_fwdbwd
         try:
             async with self._outbox.budget.taken(self._size(request)):
-                return (await self._session.submit(op, request, compress=compress)).request_id
+                receipt = await self._session.submit(op, request)
         except APIConnectionError:
             raise
         except Exception:
             await self._spend(request.seq_id)
             raise
+        if op is protocol.FORWARD_BACKWARD and request.forward_only:
+            return replace(receipt, op=protocol.FORWARD)
+        return receipt
 
     @staticmethod
     def _size(request: Any) -> int:
@@ -262,29 +434,50 @@ class TrainingClient:
             await self._session.transport.call(protocol.FORWARD_BACKWARD, request, patience=5)
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: losses.CustomLoss
+        self,
+        data: Sequence[Datum],
+        loss_fn: losses.CustomLoss | LossHandle,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[ForwardBackwardOutput]:
-        """Train on any loss written in torch, at the price of a second pass.
+        """Train on any loss written in torch, at the price of a second pass; a `LossHandle` may save that.
 
         Args:
             data: The examples; each needs `target_tokens`.
-            loss_fn: Takes the data and the list of their log-probability tensors; returns the loss and metrics.
+            loss_fn: Takes the data and the list of their log-probability tensors; returns the loss and metrics. Or
+                what `ServiceClient.create_custom_loss` gave.
+            loss_type_input: Deprecated; log-probabilities are the only input there is.
+            options: How to wait for the result; see `CallOptions`.
 
         Returns:
             A future of the outputs; `metrics["loss:sum"]` is the custom loss.
 
         Raises:
-            ValueError: There is no data, or a datum has no target tokens.
+            ValueError: There is no data, a datum has no target tokens, or the handle is another session's.
         """
+        if loss_type_input is not None:
+            if loss_type_input != "logprobs":
+                raise ValueError(f"loss_type_input must be 'logprobs', got {loss_type_input!r}")
+            warnings.warn("loss_type_input has no effect and will go: leave it out", FutureWarning, stacklevel=2)
         originals = _checked(data)
+        _check_options(options)
+        if isinstance(loss_fn, LossHandle):
+            if loss_fn.session_id != self._session.session_id:
+                raise ValueError(f"the loss {loss_fn.name!r} belongs to another session: create it anew in this one")
+            loss_graphs.check_inputs(loss_fn, originals)
+            if loss_fn.loss_id is not None:
+                return self._pass(originals, "custom", {"loss_id": loss_fn.loss_id}, options, forward_only=False)
+            loss_fn = loss_graphs.per_datum(loss_fn)
+        chosen: losses.CustomLoss = loss_fn
         prepared = losses.forward_data(originals)
 
         async def turn() -> Fetch[ForwardBackwardOutput]:
-            fetch_first = await self._submit_pass(prepared, "cross_entropy", None, True)
+            fetch_first = await self._submit_pass(prepared, "cross_entropy", None, True, options)
             first = await fetch_first()
             # The user's code may take its time: it runs in a thread, so that the network loop goes on.
-            weighted, loss, metrics = await in_own_thread(losses.evaluate, loss_fn, originals, first)
-            fetch_second = await self._submit_pass(weighted, "cross_entropy", None, False)
+            weighted, loss, metrics = await in_own_thread(losses.evaluate, chosen, originals, first)
+            fetch_second = await self._submit_pass(weighted, "cross_entropy", None, False, options)
 
             async def fetch() -> ForwardBackwardOutput:
                 return losses.report(await fetch_second(), loss, metrics)
@@ -294,52 +487,114 @@ class TrainingClient:
         return self._outbox.put(turn)
 
     async def forward_backward_custom_async(
-        self, data: Sequence[Datum], loss_fn: losses.CustomLoss
+        self,
+        data: Sequence[Datum],
+        loss_fn: losses.CustomLoss | LossHandle,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[ForwardBackwardOutput]:
         """Like `forward_backward_custom`; awaiting it gives the future."""
-        return self.forward_backward_custom(data, loss_fn)
+        return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input, **options)
 
     # ── steps and checkpoints ────────────────────────────────────────────────────────────────────────────────────
 
+    def _step_request(self, optim_params: OptimParams | None, adam_params: AdamParams | None) -> OptimStepRequest:
+        if optim_params is not None and adam_params is not None:
+            raise ValueError("give optim_params or adam_params, not both")
+        params = optim_params if optim_params is not None else adam_params
+        if isinstance(params, AdamParams):
+            return OptimStepRequest(model_id=self.model_id, adam_params=params)
+        if isinstance(params, DimuonParams | OptimParamsBase):
+            return OptimStepRequest(model_id=self.model_id, optimizer_params=params.model_dump())
+        raise TypeError(f"optim_step needs AdamParams or DimuonParams, got {type(params).__name__}")
+
     def optim_step(
-        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+        self,
+        optim_params: OptimParams | None = None,
+        *,
+        adam_params: AdamParams | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[OptimStepResponse]:
         """Apply the accumulated gradient and clear it.
 
         Args:
             optim_params: The hyper-parameters of this step.
             adam_params: The same, under its older name.
+            options: How to wait for the result; see `CallOptions`.
 
         Raises:
             ValueError: Both were given.
             TypeError: Neither was given, or something else.
         """
-        if optim_params is not None and adam_params is not None:
-            raise ValueError("give optim_params or adam_params, not both")
-        params = optim_params if optim_params is not None else adam_params
-        if not isinstance(params, AdamParams | DimuonParams):
-            raise TypeError(f"optim_step needs AdamParams or DimuonParams, got {type(params).__name__}")
-        if isinstance(params, AdamParams):
-            request = OptimStepRequest(model_id=self.model_id, adam_params=params)
-        else:
-            request = OptimStepRequest(model_id=self.model_id, optimizer_params=params.model_dump())
-        return self._put(protocol.OPTIM_STEP, request)
+        return self._put(protocol.OPTIM_STEP, self._step_request(optim_params, adam_params), options)
 
     async def optim_step_async(
-        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+        self,
+        optim_params: OptimParams | None = None,
+        *,
+        adam_params: AdamParams | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[OptimStepResponse]:
         """Like `optim_step`; awaiting it gives the future."""
-        return self.optim_step(optim_params, adam_params=adam_params)
+        return self.optim_step(optim_params, adam_params=adam_params, **options)
 
-    def _put(self, op: Operation, request: Any, convert: Callable[[Any], Any] | None = None) -> Future[Any]:
+    def optim_step_future(
+        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> Future[UntypedAPIFuture]:
+        """Submit a step and get its receipt, for `retrieve` or another process to wait for."""
+        request = self._step_request(optim_params, adam_params)
+
+        async def turn() -> Fetch[UntypedAPIFuture]:
+            receipt = await self._submit(protocol.OPTIM_STEP, self._numbered(request))
+
+            async def fetch() -> UntypedAPIFuture:
+                return _public(receipt)
+
+            return fetch
+
+        return self._outbox.put(turn)
+
+    def retrieve(
+        self,
+        request: UntypedAPIFuture | str,
+        operation: str = "forward_backward",
+        **options: Unpack[CallOptions],
+    ) -> Future[Any]:
+        """Wait for an operation that was submitted before, here or elsewhere.
+
+        Args:
+            request: Its receipt, or the request id in it.
+            operation: What it is, e.g. "forward_backward", "optim_step" or "save_weights".
+            options: How to wait for the result; see `CallOptions`.
+
+        Raises:
+            ValueError: There is no such operation, or no request id.
+        """
+        request_id = request if isinstance(request, str) else getattr(request, "request_id", None)
+        op = protocol.BY_NAME.get(operation)
+        if not request_id or not isinstance(request_id, str):
+            raise ValueError(f"expected a request id or a receipt with one, got {request!r}")
+        if op is None or op.result is None:
+            names = ", ".join(sorted(name for name, known in protocol.BY_NAME.items() if known.result is not None))
+            raise ValueError(f"{operation!r} is not an operation with a future; those are: {names}")
+        _check_options(options)
+        return self._session.start(self._result(Receipt(op, time.monotonic(), request_id), options))
+
+    def _numbered(self, request: Any) -> Any:
+        return request.model_copy(update={"seq_id": self._outbox.take()})
+
+    def _put(
+        self, op: Operation, request: Any, options: CallOptions, convert: Callable[[Any], Any] | None = None
+    ) -> Future[Any]:
         """Queue an operation of one request; it gets its number when its turn comes."""
+        _check_options(options)
 
         async def turn() -> Fetch[Any]:
-            submitted = time.monotonic()
-            request_id = await self._submit(op, request.model_copy(update={"seq_id": self._outbox.take()}))
+            receipt = await self._submit(op, self._numbered(request))
 
             async def fetch() -> Any:
-                result = await retrieve(self._session.transport, op, request_id, submitted)
+                result = await self._result(receipt, options)
                 return convert(result) if convert else result
 
             return fetch
@@ -352,6 +607,7 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[SaveWeightsResponse]:
         """Save weights and optimizer state under a name, to resume from.
 
@@ -360,15 +616,16 @@ class TrainingClient:
             ttl_seconds: Seconds after which the checkpoint expires; None keeps it.
             overwrite: Replace a checkpoint of that name.
             user_metadata: Kept beside the checkpoint.
+            options: How to wait for the result; see `CallOptions`.
         """
         request = SaveWeightsRequest(
             model_id=self.model_id,
             path=name,
-            ttl_seconds=ttl_seconds,
+            ttl_seconds=_checked_ttl(ttl_seconds),
             overwrite=overwrite,
             user_metadata=user_metadata,
         )
-        return self._put(protocol.SAVE_WEIGHTS, request)
+        return self._put(protocol.SAVE_WEIGHTS, request, options)
 
     async def save_state_async(
         self,
@@ -376,12 +633,17 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[SaveWeightsResponse]:
         """Like `save_state`; awaiting it gives the future."""
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+        return self.save_state(name, ttl_seconds, overwrite, user_metadata, **options)
 
     def save_weights_for_sampler(
-        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[SaveWeightsForSamplerResponse]:
         """Save weights under a name, to sample from.
 
@@ -389,24 +651,34 @@ class TrainingClient:
             name: Unique among this run's sampler checkpoints.
             ttl_seconds: Seconds after which the checkpoint expires; None keeps it.
             user_metadata: Kept beside the checkpoint.
+            options: How to wait for the result; see `CallOptions`.
         """
         request = SaveWeightsForSamplerRequest(
-            model_id=self.model_id, path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
+            model_id=self.model_id, path=name, ttl_seconds=_checked_ttl(ttl_seconds), user_metadata=user_metadata
         )
         return self._put(
             protocol.SAVE_WEIGHTS_FOR_SAMPLER,
             request,
+            options,
             lambda saved: SaveWeightsForSamplerResponse(path=saved.path or ""),
         )
 
     async def save_weights_for_sampler_async(
-        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[SaveWeightsForSamplerResponse]:
         """Like `save_weights_for_sampler`; awaiting it gives the future."""
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata, **options)
 
     def save_weights_external(
-        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[SaveWeightsExternalResponse]:
         """Export weights as files that can be downloaded, on servers that offer it.
 
@@ -414,90 +686,169 @@ class TrainingClient:
             name: Unique among this run's exports.
             ttl_seconds: Seconds after which the export expires; None keeps it.
             age_encryption_recipients: Public keys to encrypt the files for.
+            options: How to wait for the result; see `CallOptions`.
         """
         request = SaveWeightsExternalRequest(
             model_id=self.model_id,
             path=name,
-            ttl_seconds=ttl_seconds,
+            ttl_seconds=_checked_ttl(ttl_seconds),
             age_encryption_recipients=age_encryption_recipients,
         )
         return self._put(
             protocol.SAVE_WEIGHTS_EXTERNAL,
             request,
+            options,
             lambda saved: SaveWeightsExternalResponse(path=saved.path or "", type=saved.type),
         )
 
     async def save_weights_external_async(
-        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+        **options: Unpack[CallOptions],
     ) -> Future[SaveWeightsExternalResponse]:
         """Like `save_weights_external`; awaiting it gives the future."""
-        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients, **options)
 
-    def _save_and_sample(self, record_stability_info: bool) -> Future[SamplingClient]:
+    def _save_and_sample(
+        self, name: str | None, retry_config: RetryConfig | None, record_stability_info: bool
+    ) -> Future[SamplingClient]:
+        if name is not None:
+            warnings.warn(
+                "save_weights_and_get_sampling_client makes a nameless sampler, name has no effect: "
+                "save_weights_for_sampler(name) saves under a name",
+                FutureWarning,
+                stacklevel=3,
+            )
+        # The number is taken once: a request that is sent again must be the same request.
         request = SaveWeightsForSamplerRequest(
             model_id=self.model_id, sampling_session_seq_id=next(self._session.sampling_session_seq_ids)
         )
 
-        def client(saved: SaveWeightsForSamplerResponseInternal) -> SamplingClient:
-            return SamplingClient(
-                self._session,
-                sampling_session_id=saved.sampling_session_id or "",
-                record_stability_info=record_stability_info,
-            )
+        async def turn() -> Fetch[SamplingClient]:
+            receipt = await self._submit(protocol.SAVE_WEIGHTS_FOR_SAMPLER, self._numbered(request))
 
-        return self._put(protocol.SAVE_WEIGHTS_FOR_SAMPLER, request, client)
+            async def fetch() -> SamplingClient:
+                saved: SaveWeightsForSamplerResponseInternal = await self._result(receipt, {})
+                if saved.sampling_session_id is None and saved.path is None:
+                    raise APIResponseValidationError(
+                        f"save_weights_for_sampler at {self._session.transport.place}: "
+                        "the answer names neither a sampling session nor a path"
+                    )
+                return await open_sampling_client(
+                    self._session,
+                    model_path=saved.path,
+                    sampling_session_id=saved.sampling_session_id,
+                    retry_config=retry_config,
+                    record_stability_info=record_stability_info,
+                )
+
+            return fetch
+
+        return self._outbox.put(turn)
 
     def save_weights_and_get_sampling_client(
-        self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
+        self, name: str | None = None, retry_config: RetryConfig | None = None, record_stability_info: bool = False
     ) -> SamplingClient:
-        """A sampler of the weights as they are after the calls made so far; it lives as long as the session."""
-        return self._save_and_sample(record_stability_info).result()
+        """A sampler of the weights as they are after the calls made so far; it lives as long as the session.
+
+        Args:
+            name: Deprecated; it has no effect.
+            retry_config: How samples that fail for a passing reason are treated.
+            record_stability_info: Ask the server to keep what `stable_reinforce` needs.
+        """
+        return self._save_and_sample(name, retry_config, record_stability_info).result()
 
     async def save_weights_and_get_sampling_client_async(
-        self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
+        self, name: str | None = None, retry_config: RetryConfig | None = None, record_stability_info: bool = False
     ) -> SamplingClient:
-        """A sampler of the weights as they are after the calls made so far; it lives as long as the session."""
-        return await self._save_and_sample(record_stability_info)
+        """Like `save_weights_and_get_sampling_client`."""
+        return await self._save_and_sample(name, retry_config, record_stability_info)
 
     def create_sampling_client(
-        self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
+        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
     ) -> SamplingClient:
-        """A sampler of a saved checkpoint."""
-        return self._session.start(
-            open_sampling_client(self._session, model_path=model_path, record_stability_info=record_stability_info)
+        """A sampler of a saved checkpoint.
+
+        Args:
+            model_path: A `tinker://…/sampler_weights/…` path.
+            retry_config: How samples that fail for a passing reason are treated.
+            record_stability_info: Ask the server to keep what `stable_reinforce` needs.
+        """
+        return SamplingClient.create(
+            self._session,
+            model_path=model_path,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
         ).result()
 
     async def create_sampling_client_async(
-        self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
+        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
     ) -> SamplingClient:
-        """A sampler of a saved checkpoint."""
-        return await self._session.start(
-            open_sampling_client(self._session, model_path=model_path, record_stability_info=record_stability_info)
+        """Like `create_sampling_client`."""
+        return await SamplingClient.create(
+            self._session,
+            model_path=model_path,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
         )
 
-    def load_state(self, path: str, weights_access_token: str | None = None) -> Future[LoadWeightsResponse]:
-        """Replace this run's weights by a checkpoint's; the optimizer starts afresh."""
-        return self._load(path, False, weights_access_token)
+    def load_state(
+        self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
+    ) -> Future[LoadWeightsResponse]:
+        """Replace this run's weights by a checkpoint's; the optimizer starts afresh.
+
+        Deprecated: `ServiceClient.create_training_client_from_state` makes a new run of a checkpoint, which works on
+        every server; replacing the weights of a run that has begun does not.
+        """
+        return self._load(path, False, weights_access_token, options)
 
     def load_state_with_optimizer(
-        self, path: str, weights_access_token: str | None = None
+        self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
-        """Replace this run's weights and optimizer state by a checkpoint's."""
-        return self._load(path, True, weights_access_token)
+        """Replace this run's weights and optimizer state by a checkpoint's. Deprecated as `load_state` is."""
+        return self._load(path, True, weights_access_token, options)
 
-    async def load_state_async(self, path: str, weights_access_token: str | None = None) -> Future[LoadWeightsResponse]:
+    async def load_state_async(
+        self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
+    ) -> Future[LoadWeightsResponse]:
         """Like `load_state`; awaiting it gives the future."""
-        return self.load_state(path, weights_access_token)
+        return self._load(path, False, weights_access_token, options)
 
     async def load_state_with_optimizer_async(
-        self, path: str, weights_access_token: str | None = None
+        self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
         """Like `load_state_with_optimizer`; awaiting it gives the future."""
-        return self.load_state_with_optimizer(path, weights_access_token)
+        return self._load(path, True, weights_access_token, options)
 
-    def _load(self, path: str, optimizer: bool, token: str | None) -> Future[LoadWeightsResponse]:
+    def _load(self, path: str, optimizer: bool, token: str | None, options: CallOptions) -> Future[LoadWeightsResponse]:
+        name = "with_optimizer" if optimizer else ""
+        warnings.warn(
+            f"load_state{'_' * optimizer}{name} will go: ServiceClient.create_training_client_from_state"
+            f"{'_' * optimizer}{name} makes a new run of a checkpoint",
+            FutureWarning,
+            stacklevel=3,
+        )
         request = LoadWeightsRequest(model_id=self.model_id, path=path, optimizer=optimizer, weights_access_token=token)
-        return self._put(protocol.LOAD_WEIGHTS, request)
+        return self._put(protocol.LOAD_WEIGHTS, request, options)
+
+    def unload_model(self) -> UnloadModelResponse:
+        """Let the server forget this run's live state, on servers that offer it; its checkpoints stay."""
+        return self._outbox.put(self._unloading).result()
+
+    async def unload_model_async(self) -> UnloadModelResponse:
+        """Like `unload_model`."""
+        return await self._outbox.put(self._unloading)
+
+    async def _unloading(self) -> Fetch[UnloadModelResponse]:
+        receipt = await self._session.submit(protocol.UNLOAD_MODEL, UnloadModelRequest(model_id=self.model_id))
+
+        async def fetch() -> UnloadModelResponse:
+            unloaded: UnloadModelResponse = await self._session.result(receipt)
+            return unloaded
+
+        return fetch
 
     # ── about the run ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -518,6 +869,21 @@ class TrainingClient:
         """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""
         data = self.get_info().model_data
         return load_tokenizer(data.tokenizer_id or data.model_name or "", backend=backend)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """The tokens of a text, by this run's tokenizer; `options` are its own, e.g. `add_special_tokens`."""
+        tokens: list[int] = self._tokenizer().encode(text, **options)
+        return tokens
+
+    def decode(self, tokens: Sequence[int], **options: Any) -> str:
+        """The text of tokens, by this run's tokenizer."""
+        text: str = self._tokenizer().decode(tokens, **options)
+        return text
+
+    def _tokenizer(self) -> Any:
+        if self._loaded_tokenizer is None:
+            self._loaded_tokenizer = self.get_tokenizer()
+        return self._loaded_tokenizer
 
     def get_console_url(self) -> str:
         """This run's page in the hosted service's console."""

@@ -6,35 +6,41 @@ An `Exchange` moves bytes: over sockets with aiohttp here, or straight into an A
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
+import platform
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Container, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urldefrag, urlencode, urljoin, urlsplit
 
 import msgspec
 
-from tinkex import codec
+from tinkex import codec, events
 from tinkex._version import __version__
-from tinkex.config import Config, is_address, is_embedded, redact_headers
+from tinkex.config import POOL_SIZES, Config, is_address, is_embedded, redact_headers
 from tinkex.credentials import Token, run_command
 from tinkex.errors import (
     APIConnectionError,
+    APIError,
     APIResponseValidationError,
     APIStatusError,
     APITimeoutError,
+    BillingError,
     TinkerError,
     error_for,
     is_retryable,
 )
-from tinkex.limits import BreakerRegistry
-from tinkex.protocol import AUTH_TOKEN, CLIENT_CONFIG, PREFIX, Operation
+from tinkex.limits import BillingPause, BreakerRegistry, ByteBudget
+from tinkex.protocol import AUTH_TOKEN, CLIENT_CONFIG, PREFIX, PROTOCOL_VERSION, Operation, Traffic
 from tinkex.types.account import AuthTokenResponse
 from tinkex.types.sessions import Empty
 
@@ -46,6 +52,12 @@ logger = logging.getLogger("tinkex")
 OFF_LOOP_BYTES = 64_000
 """Bodies above this are encoded and decoded in a thread, so that the loop stays responsive."""
 CONFLICT_PATIENCE = 2.0
+RESPONSE_BYTES = 52_428_800
+"""Bytes of announced results that are fetched at once, until the server says otherwise."""
+CONNECT_SECONDS = 5.0
+LONGEST_RETRY_AFTER = 60.0
+REJECTED_ATTEMPTS = 16
+"""How often a request is sent again that a proxy on the way rejected with a 400 that says nothing."""
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MOST_REDIRECTS = 5
 
@@ -57,6 +69,10 @@ class Reply:
     status: int
     headers: Mapping[str, str]
     body: bytes
+    url: str = ""
+    elapsed: float = 0.0
+    """Seconds from the first attempt to the answer."""
+    retries: int = 0
 
     @property
     def content_type(self) -> str:
@@ -65,78 +81,186 @@ class Reply:
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds the server asks to wait, if it asks for no more than a minute."""
-        for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        """Seconds the server asks to wait, no more than a minute; a date counts from now."""
+        return retry_after(self.headers)
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that `retry-after-ms` or `retry-after` (a number or an HTTP date) ask for, within (0, 60]."""
+    for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        text = headers.get(name)
+        if text is None:
+            continue
+        try:
+            seconds = float(text) * scale
+        except ValueError:
             try:
-                seconds = float(self.headers[name]) * scale
-            except (KeyError, ValueError):
+                seconds = parsedate_to_datetime(text).timestamp() - time.time()
+            except ValueError:
+                logger.warning("the server sent a %s that cannot be read: %r", name, text[:100])
                 continue
-            return seconds if 0 < seconds <= 60 else None
-        return None
+        return seconds if 0 < seconds <= LONGEST_RETRY_AFTER else None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReply:
+    """An answer that is still coming: its status and headers, and its bytes as they arrive."""
+
+    status: int
+    headers: Mapping[str, str]
+    chunks: AsyncIterator[bytes]
 
 
 class Exchange(Protocol):
-    """Moves one request and its reply."""
+    """Moves requests and replies. `traffic` says over which connections; header names come back lower-case."""
 
     async def send(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: Traffic = "rest",
     ) -> Reply:
-        """Send; raise ConnectionError or TimeoutError when there is no reply. `headers` names come back lower-case."""
+        """Send; raise ConnectionError, or TimeoutError when nothing is heard for `timeout` seconds."""
+
+    def stream(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: Traffic = "rest",
+    ) -> AbstractAsyncContextManager[StreamReply]:
+        """The same, with the answer's bytes as they come; leaving the block hangs up."""
 
     async def close(self) -> None:
         """Release what is held."""
 
 
 class HttpExchange:
-    """Exchanges over sockets."""
+    """Exchanges over sockets, each class of traffic over connections of its own: none of them starves another."""
 
-    def __init__(self, base_url: str, proxy: str | None = None, proxy_headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        proxy: str | None = None,
+        proxy_headers: Mapping[str, str] | None = None,
+        pool_sizes: Mapping[str, int] | None = None,
+    ) -> None:
         self._base_url = base_url
         self._proxy = proxy
         self._proxy_headers = dict(proxy_headers or {}) if proxy else None
-        self._session: aiohttp.ClientSession | None = None
+        self._pool_sizes = {**POOL_SIZES, **(pool_sizes or {})}
+        self._pools: dict[str, aiohttp.ClientSession] = {}
+        self._timeouts: dict[float, aiohttp.ClientTimeout] = {}
 
-    def _open(self) -> aiohttp.ClientSession:
-        import aiohttp
+    def _pool(self, traffic: Traffic) -> aiohttp.ClientSession:
+        pool = self._pools.get(traffic)
+        if pool is None or pool.closed:
+            import aiohttp
 
-        if self._session is None or self._session.closed:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-        return self._session
+            connector = aiohttp.TCPConnector(limit=self._pool_sizes[traffic], keepalive_timeout=30)
+            pool = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+            self._pools[traffic] = pool
+        return pool
 
-    async def send(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
-    ) -> Reply:
-        """Send over HTTP/1.1; a whole address may stand in for the path."""
+    def _request(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: Traffic,
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """A request over HTTP/1.1; a whole address may stand in for the path."""
         import aiohttp
         from yarl import URL
 
-        session = self._open()
+        if timeout not in self._timeouts:
+            # Silence is what ends a request, not a large body on a slow line, nor a wait for a free connection.
+            self._timeouts[timeout] = aiohttp.ClientTimeout(
+                total=None, sock_connect=min(CONNECT_SECONDS, timeout), sock_read=timeout
+            )
         if self._proxy_headers and self._base_url.startswith("http:"):  # aiohttp gives them to tunnels alone
             headers = {**headers, **self._proxy_headers}
-        try:
-            async with session.request(
-                method,
-                URL(self._base_url + path if path.startswith("/") else path, encoded=True),
-                data=body,
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=5),
-                allow_redirects=False,
-                proxy=self._proxy,
-                proxy_headers=self._proxy_headers,
-            ) as response:
+        return self._pool(traffic).request(
+            method,
+            URL(self._base_url + path if path.startswith("/") else path, encoded=True),
+            data=body,
+            headers=headers,
+            timeout=self._timeouts[timeout],
+            allow_redirects=False,
+            proxy=self._proxy,
+            proxy_headers=self._proxy_headers,
+        )
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: Traffic = "rest",
+    ) -> Reply:
+        """Send over HTTP/1.1 and read the whole answer."""
+        with _plain_errors(timeout):
+            async with self._request(method, path, headers, body, timeout, traffic) as response:
                 data = await response.read()
-                names = {name.lower(): value for name, value in response.headers.items()}
-                return Reply(response.status, names, data)
-        except TimeoutError as error:
-            raise TimeoutError(f"no answer within {timeout:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionError(str(error) or type(error).__name__) from error
+                return Reply(response.status, _lower(response.headers), data)
+        raise AssertionError("unreachable")
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: Traffic = "rest",
+    ) -> AsyncIterator[StreamReply]:
+        """Send over HTTP/1.1 and hand the answer's bytes on as they come."""
+        async with contextlib.AsyncExitStack() as stack:
+            with _plain_errors(timeout):
+                response = await stack.enter_async_context(self._request(method, path, headers, body, timeout, traffic))
+
+            async def chunks() -> AsyncIterator[bytes]:
+                with _plain_errors(timeout):
+                    async for chunk in response.content.iter_any():
+                        yield chunk
+
+            yield StreamReply(response.status, _lower(response.headers), chunks())
 
     async def close(self) -> None:
-        """Close the pool."""
-        if self._session is not None:
-            await self._session.close()
+        """Close the pools."""
+        for pool in self._pools.values():
+            await pool.close()
+
+
+def _lower(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+@contextlib.contextmanager
+def _plain_errors(timeout: float) -> Iterator[None]:
+    """What the HTTP library raises, as the two errors that an exchange may raise."""
+    import aiohttp
+
+    try:
+        yield
+    except TimeoutError as error:
+        silent = f"no answer within {timeout:g} s"
+        raise TimeoutError("no connection in time" if "connect" in str(error).lower() else silent) from error
+    except aiohttp.ClientConnectorError as error:
+        raise ConnectionError(error.os_error.strerror or str(error.os_error)) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise ConnectionError(str(error) or type(error).__name__) from error
 
 
 # A base URL whose scheme is listed here is served by the named factory instead of HTTP; imported when used.
@@ -144,12 +268,15 @@ EMBEDDED_FACTORY = "tinkex.local:open_exchange"
 
 
 def open_exchange(config: Config) -> Exchange:
-    """The exchange a base URL asks for."""
+    """The exchange a base URL asks for, unless the settings bring one."""
+    if config.http_client is not None:
+        brought: Exchange = config.http_client(config)
+        return brought
     if is_embedded(config.base_url):
         module, name = EMBEDDED_FACTORY.split(":")
         factory: Callable[[str], Exchange] = getattr(import_module(module), name)
         return factory(config.base_url)
-    return HttpExchange(config.base_url, config.proxy_url, config.proxy_authorization)
+    return HttpExchange(config.base_url, config.proxy_url, config.proxy_authorization, config.pool_sizes)
 
 
 class Transport:
@@ -158,14 +285,19 @@ class Transport:
     def __init__(self, config: Config, exchange: Exchange | None = None) -> None:
         self.config = config
         self.place = config.base_url if is_embedded(config.base_url) else urlsplit(config.base_url).netloc
+        self.billing = BillingPause()
+        self.response_budget = ByteBudget(RESPONSE_BYTES)
+        self.is_older: bool | None = None
+        """Whether the server speaks an older dialect; None while nobody knows."""
         self._exchange = exchange or open_exchange(config)
         self._home = "http://local" if is_embedded(config.base_url) else config.base_url
         self._outside: HttpExchange | None = None
         self._closed = False
         self._pid = os.getpid()
         self._headers = {
-            "User-Agent": f"tinkex/{__version__} (python)",
+            "User-Agent": config.user_agent or f"tinkex/{__version__} (python)",
             "Accept": codec.JSON,
+            **_platform_headers(),
             **config.default_headers,
         }
         if config.cf_access_client_id and config.cf_access_client_secret:
@@ -200,6 +332,23 @@ class Transport:
             self._credential = await run_command(self.config.credential_cmd)
         return {"X-API-Key": self._credential} if self._credential else {}
 
+    async def _all_headers(self, op: Operation, timeout: float, *more: Mapping[str, str]) -> dict[str, str]:
+        """Headers of a request, the later the stronger; names are told apart without regard to case."""
+        merged = {**self._headers, **await self._key_headers(op), "X-Stainless-Read-Timeout": f"{timeout:g}"}
+        known = {name.lower(): name for name in merged} if more else {}
+        for headers in more:
+            for name, value in headers.items():
+                merged.pop(known.get(name.lower(), ""), None)
+                known[name.lower()] = name
+                merged[name] = value
+        if self.config.otel_propagate:
+            from tinkex import otel
+
+            merged = otel.inject(merged)
+        return merged
+
+    # ── whole calls ──────────────────────────────────────────────────────────────────────────────────────────────
+
     async def call(
         self,
         op: Operation,
@@ -210,41 +359,98 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
         patience: float | None = None,
+        max_retries: int | None = None,
         final: Container[int] = (),
         compress: bool = False,
+        as_protobuf: bool = True,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Any:
         """Make the exchange, trying again while that may help, and decode the answer.
 
         A status in `final` is raised at once, for the caller to deal with.
         """
-        body = None if request is None else await _encode(request, compress)
-        key = {} if op.method == "GET" else {"X-Idempotency-Key": f"tinkex-{uuid.uuid4()}"}
-        kind = {} if op.method == "GET" else {"Content-Type": codec.JSON}
-        shared = {**self._headers, **await self._key_headers(op)}
-        merged = {**shared, **kind, **(body.headers if body else {}), **key, **(headers or {})}
-        url = target(op, path, {**self.config.default_query, **(query or {})})
-        limit = self.config.timeout if timeout is None else timeout
-
-        async def attempt(number: int) -> Reply:
-            numbered = merged | {"X-Stainless-Retry-Count": str(number)}
-            sending = functools.partial(self.send, op, url, numbered, body.data if body else None, limit)
-            return await (self.breakers.get(f"{op.method} {op.path}").call(sending) if self.breakers else sending())
-
-        reply = await self.persist(op, attempt, self.config.patience if patience is None else patience, final)
+        body = None if request is None else await _encode(request, compress, as_protobuf)
+        reply = await self.request(
+            op,
+            body,
+            path=path,
+            query=query,
+            headers=headers,
+            timeout=timeout,
+            patience=patience,
+            max_retries=max_retries,
+            final=final,
+            metadata=metadata,
+        )
         if op.response is Empty:  # the status has said it all, whatever the body is
             return Empty()
         return self.decode(op, op.response, reply)
 
-    async def send(
-        self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+    async def request(
+        self,
+        op: Operation,
+        body: codec.Body | None = None,
+        *,
+        path: Mapping[str, str] | None = None,
+        query: Mapping[str, object] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        patience: float | None = None,
+        max_retries: int | None = None,
+        final: Container[int] = (),
+        metadata: Mapping[str, Any] | None = None,
     ) -> Reply:
-        """One attempt: a reply with a good status, or a typed error."""
-        reply, place = await self.exchange(op, url, headers, body, timeout), self.place
-        if op.method == "GET" and reply.status in REDIRECTS:
-            reply, place = await self._follow(op, url, headers, reply, timeout)
-        if reply.status >= 300:
-            raise self.refusal(op, reply, place)
-        return reply
+        """The same with bytes at both ends: a reply whose status is good, or a typed error."""
+        limit = self.config.timeout if timeout is None else timeout
+        merged = await self._all_headers(op, limit, _body_headers(op, body), headers or {})
+        url = target(op, path, {**self.config.default_query, **(query or {})})
+        data, retries = body.data if body else None, 0
+
+        async def attempt(number: int) -> Reply:
+            nonlocal retries
+            retries = number
+            numbered = merged | {"X-Stainless-Retry-Count": str(number)}
+            sending = functools.partial(self.send, op, url, numbered, data, limit)
+            return await (self.breakers.get(f"{op.method} {op.path}").call(sending) if self.breakers else sending())
+
+        started = time.monotonic()
+        with self._observed(op, metadata) as outcome:
+            reply = await self.persist(
+                op,
+                attempt,
+                self.config.patience if patience is None else patience,
+                final,
+                self.config.max_retries if max_retries is None else max_retries,
+            )
+            outcome["retry_count"] = retries
+        _heed_deprecation(op, reply.headers)
+        return replace(reply, url=self._home + url, elapsed=time.monotonic() - started, retries=retries)
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, op: Operation, request: Any, *, headers: Mapping[str, str] | None = None, timeout: float | None = None
+    ) -> AsyncIterator[StreamReply]:
+        """An answer whose bytes come as they are made. It is asked for once: what has been read cannot be unread."""
+        limit = self.config.timeout if timeout is None else timeout
+        body = None if request is None else await _encode(request, False, True)
+        wants = {"Accept": codec.EVENT_STREAM}
+        merged = await self._all_headers(op, limit, _body_headers(op, body), headers or {}, wants)
+        url = target(op, None, self.config.default_query)
+        self._check_usable(op)
+        data = body.data if body else None
+        with self._typed_errors(op, self.place), self._observed(op, None):
+            async with self._exchange.stream(op.method, url, merged, data, limit, op.traffic) as reply:
+                if reply.status >= 300:
+                    text = b"".join([chunk async for chunk in reply.chunks])
+                    raise self.refusal(op, Reply(reply.status, reply.headers, text))
+                yield reply
+
+    async def poll(self, op: Operation, request: Any, headers: Mapping[str, str], timeout: float) -> Reply:
+        """One attempt at a long poll, with all statuses returned: the caller knows what they mean."""
+        body = codec.encode(request)
+        merged = {**self._headers, **await self._key_headers(op), **body.headers, **headers}
+        with self._observed(op, None):
+            return await self.exchange(op, f"{PREFIX}/{op.path}", merged, body.data, timeout)
 
     async def once(
         self,
@@ -256,9 +462,22 @@ class Transport:
     ) -> Reply:
         """One attempt at a request without a body, with all statuses returned: the caller knows what they mean."""
         limit = self.config.timeout if timeout is None else timeout
-        return await self.exchange(
-            op, target(op, path), {**self._headers, **await self._key_headers(op), **(headers or {})}, None, limit
-        )
+        merged = await self._all_headers(op, limit, headers or {})
+        with self._observed(op, None):
+            return await self.exchange(op, target(op, path), merged, None, limit)
+
+    # ── single attempts ──────────────────────────────────────────────────────────────────────────────────────────
+
+    async def send(
+        self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+    ) -> Reply:
+        """One attempt: a reply with a good status, or a typed error."""
+        reply, place = await self.exchange(op, url, headers, body, timeout), self.place
+        if op.method == "GET" and reply.status in REDIRECTS:
+            reply, place = await self._follow(op, url, headers, reply, timeout)
+        if reply.status >= 300:
+            raise self.refusal(op, reply, place)
+        return reply
 
     def address(self, op: Operation, path: Mapping[str, str] | None, reply: Reply) -> str | None:
         """The whole address that an answer to a request sends on to, if it does."""
@@ -286,13 +505,7 @@ class Transport:
         self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | None, timeout: float
     ) -> Reply:
         """One attempt: whatever reply comes, or APIConnectionError when none does."""
-        if os.getpid() != self._pid:
-            raise TinkerError(
-                f"{op.name}: this client was made before the process forked",
-                hint="make a new ServiceClient in the child",
-            )
-        if self._closed:
-            raise TinkerError(f"{op.name}: the client was closed before there was an answer")
+        self._check_usable(op)
         exchange, place = self._exchange, self.place
         if not url.startswith("/"):
             if _origin(url) == _origin(self._home):
@@ -302,8 +515,25 @@ class Transport:
         if self.config.dump_headers:
             shown = redact_headers(headers)
             logger.info("%s %s%s headers=%s body=%d bytes", op.method, place, url, shown, len(body or b""))
+        with self._typed_errors(op, place):
+            return await exchange.send(op.method, url, headers, body, timeout, op.traffic)
+        raise AssertionError("unreachable")
+
+    def _check_usable(self, op: Operation) -> None:
+        if os.getpid() != self._pid:
+            raise TinkerError(
+                f"{op.name}: this client was made before the process forked",
+                hint="make a new ServiceClient in the child",
+            )
+        if self._closed:
+            raise TinkerError(f"{op.name}: the client was closed before there was an answer")
+
+    @contextlib.contextmanager
+    def _typed_errors(self, op: Operation, place: str) -> Iterator[None]:
         try:
-            return await exchange.send(op.method, url, headers, body, timeout)
+            yield
+        except TinkerError:
+            raise
         except TimeoutError as error:
             raise APITimeoutError(f"{op.name} at {place}: {error}") from error
         except ConnectionError as error:
@@ -312,17 +542,41 @@ class Transport:
                 hint="check the base URL, and that the server is running",
             ) from error
 
+    @contextlib.contextmanager
+    def _observed(self, op: Operation, metadata: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+        """Tell whoever listens that a request is made, and how it went."""
+        outcome: dict[str, Any] = {}
+        if not events.is_heard():
+            yield outcome
+            return
+        facts = {
+            "method": op.method,
+            "path": f"{PREFIX}/{op.path}",
+            "pool_type": op.traffic,
+            "base_url": self.config.base_url,
+            **(self.config.user_metadata or {}),
+            **(metadata or {}),
+        }
+        started = time.monotonic()
+        events.emit("http.request.start", {"system_time": time.time()}, facts)
+        try:
+            yield outcome
+        except APIError as error:
+            facts |= {"result": "error", "retry_count": error.attempts - 1}
+            events.emit("http.request.stop", {"duration": time.monotonic() - started}, facts)
+            raise
+        except Exception as error:
+            facts |= {"kind": type(error).__name__, "reason": str(error)}
+            events.emit("http.request.exception", {"duration": time.monotonic() - started}, facts)
+            raise
+        facts |= {"result": "ok", "retry_count": outcome.get("retry_count", 0)}
+        events.emit("http.request.stop", {"duration": time.monotonic() - started}, facts)
+
     def _abroad(self) -> HttpExchange:
         """The exchange for addresses that the server sends us on to."""
         if self._outside is None:
             self._outside = HttpExchange("")
         return self._outside
-
-    async def poll(self, op: Operation, request: Any, headers: Mapping[str, str], timeout: float) -> Reply:
-        """One attempt at a long poll, with all statuses returned: the caller knows what they mean."""
-        body = codec.encode(request)
-        merged = {**self._headers, **await self._key_headers(op), **body.headers, **headers}
-        return await self.exchange(op, f"{PREFIX}/{op.path}", merged, body.data, timeout)
 
     async def persist(
         self,
@@ -330,24 +584,38 @@ class Transport:
         attempt: Callable[[int], Awaitable[Reply]],
         patience: float,
         final: Container[int] = (),
+        max_retries: int | None = None,
     ) -> Reply:
-        """The retry policy: exponential with jitter, the server's Retry-After honoured, bounded by time."""
+        """The retry policy: exponential with jitter, the server's Retry-After honoured, bounded by time.
+
+        An account that must be topped up is waited for much longer, and counts for nothing.
+        """
         started, number = time.monotonic(), 0
         while True:
             try:
                 return await attempt(number)
+            except BillingError as error:
+                if 402 in final or patience <= 0 or not await self.billing.waited(error):
+                    raise
+                started = time.monotonic()
             except (APIConnectionError, APIStatusError) as error:
                 number += 1
                 error.attempts = number
                 delay = backoff(number, getattr(error, "retry_after", None))
                 status = getattr(error, "status_code", 0)
                 allowed = min(CONFLICT_PATIENCE, patience) if status == 409 else patience
-                spent = self.config.max_retries is not None and number > self.config.max_retries
-                if spent or status in final or not is_retryable(error) or time.monotonic() - started + delay > allowed:
+                spent = max_retries is not None and number > max_retries
+                spent = spent or (isinstance(error, RejectedError) and number > REJECTED_ATTEMPTS)
+                hopeless = status in final or not is_retryable(error)
+                if spent or hopeless or time.monotonic() - started + delay > allowed:
                     raise _worn_out(error, number, time.monotonic() - started) from error.__cause__
                 if number == 1:
                     logger.warning("%s; trying again for up to %.0f s", error.message, allowed)
+                else:
+                    logger.debug("%s; attempt %d", error.message, number + 1)
                 await asyncio.sleep(delay)
+
+    # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def decode(self, op: Operation, kind: type[Any], reply: Reply) -> Any:
         """Read a good answer; a bad one names the endpoint and what is wrong with it."""
@@ -359,16 +627,54 @@ class Transport:
                 body=reply.body[:2000],
             ) from error
 
-    def refusal(self, op: Operation, reply: Reply, place: str = "") -> APIStatusError:
+    def refusal(self, op: Operation, reply: Reply, place: str = "") -> APIError:
         """The error behind a bad status."""
+        where = f"{op.name} at {place or self.place}"
+        if reply.status == 400 and not reply.body:
+            return RejectedError(f"{where}: 400 without a word: a proxy on the way rejected it, not the server")
         body = _loads(reply.body)
         detail = body.get("detail", body) if isinstance(body, dict) else body
-        return error_for(reply.status)(
-            f"{op.name} at {place or self.place}: {reply.status}: {detail}",
+        error = error_for(reply.status)(
+            f"{where}: {reply.status}: {detail}",
             status_code=reply.status,
             retry_after=reply.retry_after,
             body=body,
         )
+        error.should_retry = {"true": True, "false": False}.get(reply.headers.get("x-should-retry", "").lower())
+        return error
+
+
+class RejectedError(APIConnectionError):
+    """A 400 that says nothing: not the server's answer, but that of a proxy that did not let the request through."""
+
+
+@functools.cache
+def _platform_headers() -> dict[str, str]:
+    """What the official SDK says of itself in every request; the version is that of the protocol."""
+    system = {"Darwin": "MacOS"}.get(platform.system(), platform.system() or "Unknown")
+    machine = platform.machine().lower()
+    arch = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "i386": "x32", "i686": "x32"}.get(machine, machine)
+    return {
+        "X-Stainless-Package-Version": PROTOCOL_VERSION,
+        "X-Stainless-OS": system,
+        "X-Stainless-Arch": arch or "unknown",
+        "X-Stainless-Runtime": platform.python_implementation(),
+        "X-Stainless-Runtime-Version": platform.python_version(),
+        "X-Stainless-Async": "async:asyncio",
+    }
+
+
+def _body_headers(op: Operation, body: codec.Body | None) -> dict[str, str]:
+    if op.method == "GET":
+        return {}
+    content = body.headers if body else {"Content-Type": codec.JSON}
+    return {**content, "X-Idempotency-Key": f"tinkex-{uuid.uuid4()}"}
+
+
+def _heed_deprecation(op: Operation, headers: Mapping[str, str]) -> None:
+    if note := headers.get("x-deprecation-note"):
+        level = logging.ERROR if headers.get("x-deprecation-level") == "error" else logging.WARNING
+        logger.log(level, "%s: %s", op.name, note)
 
 
 def target(op: Operation, path: Mapping[str, str] | None = None, query: Mapping[str, object] | None = None) -> str:
@@ -391,6 +697,14 @@ def _next_address(address: str, reply: Reply) -> str | None:
     return found if is_address(found) else None
 
 
+def origin_of(base_url: str) -> str:
+    """A base URL without its path, in one spelling: what connections and budgets are shared by."""
+    if is_embedded(base_url):
+        return base_url
+    scheme, host, port = _origin(base_url)
+    return f"{scheme}://{host}:{port}"
+
+
 def _origin(address: str) -> tuple[str, str, int | None]:
     parts = urlsplit(address)
     return parts.scheme, parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
@@ -402,10 +716,10 @@ def backoff(failures: int, retry_after: float | None = None, first: float = 0.5,
     return max(delay, retry_after or 0.0)
 
 
-async def _encode(request: Any, compress: bool) -> codec.Body:
+async def _encode(request: Any, compress: bool, as_protobuf: bool) -> codec.Body:
     size = getattr(request, "nbytes", 0)
     if codec.has_protobuf(type(request)) or size > OFF_LOOP_BYTES:
-        return await asyncio.to_thread(codec.encode, request, compress=compress)
+        return await asyncio.to_thread(codec.encode, request, compress=compress, as_protobuf=as_protobuf)
     return codec.encode(request, compress=compress)
 
 
