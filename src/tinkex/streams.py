@@ -1,4 +1,4 @@
-"""Streams: tokens that can be taken one by one while the rest is still being drawn."""
+"""Streams: what can be taken piece by piece while the rest is still on its way, as the tokens of samples."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeAlias, TypeVar
 
 from tinkex.futures import Future
 from tinkex.types.sampling import SampleResponse, SampleStreamChunk
 
+T = TypeVar("T")
 
-class SampleStream:
-    """The tokens of samples as they are drawn, for `for` in any thread or `async for` in any event loop.
 
-    One reader at a time. Leaving a `with` block, or `close()`, hangs up, and the server stops drawing.
+class Stream(Generic[T]):
+    """What arrives piece by piece, for `for` in any thread or `async for` in any event loop.
+
+    One reader at a time. Leaving a `with` block, or `close()`, hangs up, and the server stops.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunks: deque[SampleStreamChunk] = deque()
+        self._chunks: deque[T] = deque()
         self._reader: Future[None] | None = None
         self._source: Future[None] | None = None
         self._ended = False
@@ -30,7 +32,7 @@ class SampleStream:
         self._source = source
         source.add_done_callback(self._end)
 
-    def put(self, chunk: SampleStreamChunk) -> None:
+    def put(self, chunk: T) -> None:
         """Hand a chunk to the reader."""
         with self._lock:
             self._chunks.append(chunk)
@@ -43,11 +45,11 @@ class SampleStream:
             reader, self._reader = self._reader, None
         _wake(reader)
 
-    def _take(self) -> SampleStreamChunk | Future[None] | None:
+    def _take(self) -> tuple[T] | Future[None] | None:
         """A chunk; or what to wait for; or None at the end, where an error is raised instead if there was one."""
         with self._lock:
             if self._chunks:
-                return self._chunks.popleft()
+                return (self._chunks.popleft(),)
             if not self._ended:
                 if self._reader is not None and not self._reader.done():
                     raise RuntimeError("this stream is being read already: it has one reader at a time")
@@ -58,14 +60,14 @@ class SampleStream:
             self._source.result(0)
         return None
 
-    def __iter__(self) -> Iterator[SampleStreamChunk]:
+    def __iter__(self) -> Iterator[T]:
         while (taken := self._take()) is not None:
             if isinstance(taken, Future):
                 taken.result()
             else:
-                yield taken
+                yield taken[0]
 
-    async def __aiter__(self) -> AsyncIterator[SampleStreamChunk]:
+    async def __aiter__(self) -> AsyncIterator[T]:
         while (taken := self._take()) is not None:
             if isinstance(taken, Future):
                 try:
@@ -74,7 +76,7 @@ class SampleStream:
                     if not taken.done():  # whoever waited has given up: let the next one wait
                         taken.cancel()
             else:
-                yield taken
+                yield taken[0]
 
     def close(self) -> None:
         """Hang up; what has been read stays read."""
@@ -96,6 +98,10 @@ class SampleStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+SampleStream: TypeAlias = Stream[SampleStreamChunk]
+"""The tokens of samples as they are drawn."""
 
 
 def _wake(reader: Future[None] | None) -> None:

@@ -399,18 +399,27 @@ class Transport:
         max_retries: int | None = None,
         final: Container[int] = (),
         metadata: Mapping[str, Any] | None = None,
+        url: str | None = None,
+        follow: bool = True,
+        without: Container[str] = (),
     ) -> Reply:
-        """The same with bytes at both ends: a reply whose status is good, or a typed error."""
+        """The same with bytes at both ends: a reply whose status is good, or a typed error.
+
+        A `url` (from the base URL on) stands in for the operation's path and the query. Without `follow`, an answer
+        that sends on to another address is returned as it is. Headers named in `without` are not sent.
+        """
         limit = self.config.timeout if timeout is None else timeout
         merged = await self._all_headers(op, limit, _body_headers(op, body), headers or {})
-        url = target(op, path, {**self.config.default_query, **(query or {})})
+        if without:
+            merged = {name: value for name, value in merged.items() if name.lower() not in without}
+        url = url or target(op, path, {**self.config.default_query, **(query or {})})
         data, retries = body.data if body else None, 0
 
         async def attempt(number: int) -> Reply:
             nonlocal retries
             retries = number
             numbered = merged | {"X-Stainless-Retry-Count": str(number)}
-            sending = functools.partial(self.send, op, url, numbered, data, limit)
+            sending = functools.partial(self.send, op, url, numbered, data, limit, follow)
             return await (self.breakers.get(f"{op.method} {op.path}").call(sending) if self.breakers else sending())
 
         started = time.monotonic()
@@ -428,14 +437,20 @@ class Transport:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, op: Operation, request: Any, *, headers: Mapping[str, str] | None = None, timeout: float | None = None
+        self,
+        op: Operation,
+        request: Any = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        url: str | None = None,
     ) -> AsyncIterator[StreamReply]:
         """An answer whose bytes come as they are made. It is asked for once: what has been read cannot be unread."""
         limit = self.config.timeout if timeout is None else timeout
         body = None if request is None else await _encode(request, False, True)
         wants = {"Accept": codec.EVENT_STREAM}
         merged = await self._all_headers(op, limit, _body_headers(op, body), headers or {}, wants)
-        url = target(op, None, self.config.default_query)
+        url = url or target(op, None, self.config.default_query)
         self._check_usable(op)
         data = body.data if body else None
         with self._typed_errors(op, self.place), self._observed(op, None):
@@ -469,10 +484,18 @@ class Transport:
     # ── single attempts ──────────────────────────────────────────────────────────────────────────────────────────
 
     async def send(
-        self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+        self,
+        op: Operation,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        follow: bool = True,
     ) -> Reply:
         """One attempt: a reply with a good status, or a typed error."""
         reply, place = await self.exchange(op, url, headers, body, timeout), self.place
+        if not follow and reply.status in REDIRECTS and "location" in reply.headers:
+            return reply
         if op.method == "GET" and reply.status in REDIRECTS:
             reply, place = await self._follow(op, url, headers, reply, timeout)
         if reply.status >= 300:

@@ -1,0 +1,283 @@
+"""Any endpoint by its path: requests and answers as they are, under the same retries, credentials and limits.
+
+For what has no method of its own (yet), and for looking at an answer's status and headers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
+from urllib.parse import parse_qsl, urlencode
+
+import msgspec
+
+from tinkex import codec, sse, uploads
+from tinkex.config import Config
+from tinkex.errors import APIResponseValidationError
+from tinkex.futures import Future, start
+from tinkex.protocol import PREFIX, Operation
+from tinkex.streams import Stream
+from tinkex.transforms import OMIT, Omit, transform
+from tinkex.transport import Reply, StreamReply, Transport
+from tinkex.types.record import from_builtins
+from tinkex.types.sessions import Empty
+
+Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class APIResponse:
+    """An answer with everything about it; names of headers are lower-case, times are seconds."""
+
+    status: int
+    headers: Mapping[str, str]
+    method: str
+    url: str
+    body: bytes
+    data: Any
+    """The decoded body."""
+    elapsed: float
+    retries: int
+
+    @property
+    def status_code(self) -> int:
+        """The status, by its other name."""
+        return self.status
+
+    def header(self, name: str) -> str | None:
+        """A header, whatever the case of its name."""
+        return self.headers.get(name.lower())
+
+    def parse(self, parser: Any = None) -> Any:
+        """The data: as it is, as a record type reads it, or as a function makes of it.
+
+        Raises:
+            APIResponseValidationError: The data are not what the parser takes.
+            TypeError: This is no parser.
+        """
+        if parser is None:
+            return self.data
+        try:
+            if isinstance(parser, type) and issubclass(parser, msgspec.Struct):
+                return from_builtins(parser, self.data)
+            if callable(parser):
+                return parser(self.data)
+        except Exception as error:
+            raise APIResponseValidationError(
+                f"{self.method} {self.url}: the answer is not what was asked for: {error}", body=self.data
+            ) from error
+        raise TypeError(f"a parser is a record type or a function, got {type(parser).__name__}")
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a single request may ask for."""
+
+    headers: Mapping[str, str]
+    max_retries: int
+    timeout: float
+    params: Mapping[str, Any]
+    """The query; it wins over that of the path, which wins over the configured one."""
+    extra_json: Mapping[str, Any]
+    """Fields added to the body."""
+    idempotency_key: str | Omit
+    """Sent instead of one made up; OMIT sends none."""
+    follow_redirects: bool
+    """False: an answer that sends on to another address is returned as `{"url", "status", "expires"}`."""
+    files: Any
+    """Sent with the body as a form; see `tinkex.uploads`."""
+    transform: Mapping[str, Any]
+    """Passed to `tinkex.transforms.transform`: aliases, formats, drop_none."""
+    response: Literal["data", "wrapped"]
+    """"wrapped" gives an APIResponse."""
+    metadata: Mapping[str, Any]
+    """Added to the events of this request."""
+
+
+class HttpClient:
+    """Requests by path, relative to the base URL; a path without a leading slash is an endpoint's.
+
+    Every method returns a `Future` of the decoded answer, or of an `APIResponse` with `response="wrapped"`.
+
+    Example:
+        >>> with HttpClient(base_url="local") as http:  # doctest: +SKIP
+        ...     http.get("healthz").result()
+        {'status': 'ok'}
+    """
+
+    def __init__(
+        self, *, base_url: str | None = None, api_key: str | None = None, config: Config | None = None
+    ) -> None:
+        if config is not None and (base_url is not None or api_key is not None):
+            raise ValueError("give a config, or base_url and api_key, not both")
+        self.config = config or Config.resolve(base_url=base_url, api_key=api_key)
+        self._transport = Transport(self.config)
+        self._wrapped = False
+
+    @property
+    def with_raw_response(self) -> HttpClient:
+        """The same client, whose answers are all `APIResponse`."""
+        other = object.__new__(HttpClient)
+        other.config, other._transport, other._wrapped = self.config, self._transport, True
+        return other
+
+    def get(self, path: str, **options: Unpack[RequestOptions]) -> Future[Any]:
+        """Read."""
+        return self._start("GET", path, None, options)
+
+    def post(self, path: str, body: Any = None, **options: Unpack[RequestOptions]) -> Future[Any]:
+        """Send; `body` is anything with a JSON form."""
+        return self._start("POST", path, body, options)
+
+    def put(self, path: str, body: Any = None, **options: Unpack[RequestOptions]) -> Future[Any]:
+        """Replace; `body` is anything with a JSON form."""
+        return self._start("PUT", path, body, options)
+
+    def delete(self, path: str, **options: Unpack[RequestOptions]) -> Future[Any]:
+        """Delete."""
+        return self._start("DELETE", path, None, options)
+
+    def stream_get(
+        self,
+        path: str,
+        *,
+        params: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        event_parser: Literal["json", "raw"] | Callable[[sse.ServerSentEvent], Any] = "json",
+    ) -> EventStream:
+        """Read server-sent events as they come; asked for once, never again.
+
+        Args:
+            path: Where.
+            params: The query.
+            headers: Extra headers.
+            timeout: Seconds of silence after which the stream fails.
+            event_parser: What is made of an event: its decoded data, its text, or what a function gives. None and ""
+                are left out.
+        """
+        stream = EventStream()
+        stream.begin(start(self._read_events(stream, path, params, headers, timeout, event_parser)))
+        return stream
+
+    def close(self) -> None:
+        """Release the connections."""
+        start(self._transport.close()).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, method: Method, path: str, body: Any, options: RequestOptions) -> Future[Any]:
+        if unknown := set(options) - RequestOptions.__annotations__.keys():
+            raise TypeError(f"unknown option {min(unknown)!r}; known are {', '.join(RequestOptions.__annotations__)}")
+        url = self._url(path, options.get("params"))
+        return start(self._request(_operation(method, path), url, self._body(method, body, options), options))
+
+    def _url(self, path: str, params: Mapping[str, Any] | None) -> str:
+        """The path from the base URL on, with the query that the settings, the path and the call make together."""
+        plain, _, text = path.partition("?")
+        whole = plain if plain.startswith("/") else f"{PREFIX}/{plain}"
+        query: dict[str, Any] = {**self.config.default_query, **dict(parse_qsl(text, keep_blank_values=True))}
+        for name, value in (params or {}).items():
+            if not str(name).strip():
+                raise ValueError("a query parameter has a blank name")
+            if value is not None and not isinstance(value, str | int | float):
+                raise ValueError(f"query parameter {name!r} must be text or a number, got {value!r}")
+            query[str(name).strip()] = value
+        pairs = [(name, _text(value)) for name, value in query.items() if value is not None]
+        return f"{whole}?{urlencode(pairs)}" if pairs else whole
+
+    def _body(self, method: Method, body: Any, options: RequestOptions) -> codec.Body | None:
+        if extra := options.get("extra_json"):
+            body = {**(transform(body) or {}), **extra}
+        files, headers = options.get("files"), options.get("headers") or {}
+        if body is None and not files:
+            return None if method in ("GET", "DELETE") else codec.Body(b"{}")
+        if files is None and not isinstance(body, str | bytes):
+            body = transform(body, **(options.get("transform") or {}))
+        content_type, data = uploads.body_for(body, files, headers)
+        return codec.Body(data, content_type)
+
+    async def _request(self, op: Operation, url: str, body: codec.Body | None, options: RequestOptions) -> Any:
+        headers = dict(options.get("headers") or {})
+        key = options.get("idempotency_key")
+        if isinstance(key, str):
+            headers["X-Idempotency-Key"] = key
+        reply = await self._transport.request(
+            op,
+            body,
+            headers=headers,
+            without=("x-idempotency-key",) if key is OMIT else (),
+            timeout=options.get("timeout"),
+            max_retries=options.get("max_retries"),
+            metadata=options.get("metadata"),
+            url=url,
+            follow=options.get("follow_redirects", True),
+        )
+        data = _redirection(reply) or self._decode(op, reply)
+        if self._wrapped or options.get("response") == "wrapped":
+            return APIResponse(
+                reply.status, reply.headers, op.method, reply.url, reply.body, data, reply.elapsed, reply.retries
+            )
+        return data
+
+    def _decode(self, op: Operation, reply: Reply) -> Any:
+        if not reply.body:
+            return {}
+        try:
+            return msgspec.json.decode(reply.body)
+        except msgspec.DecodeError as error:
+            raise APIResponseValidationError(
+                f"{op.name} at {self._transport.place}: the answer is not JSON: {error}", body=reply.body[:2000]
+            ) from error
+
+    async def _read_events(
+        self,
+        stream: EventStream,
+        path: str,
+        params: Mapping[str, Any] | None,
+        headers: Mapping[str, str] | None,
+        timeout: float | None,
+        parser: Literal["json", "raw"] | Callable[[sse.ServerSentEvent], Any],
+    ) -> None:
+        op, url = _operation("GET", path), self._url(path, params)
+        try:
+            async with self._transport.stream(op, headers=headers, timeout=timeout, url=url) as reply:
+                stream.head.set_result(reply)
+                async for event in sse.events(reply.chunks):
+                    value = event.json() if parser == "json" else event.data if parser == "raw" else parser(event)
+                    if value is not None and value != "":
+                        stream.put(value)
+        except BaseException as error:
+            if not stream.head.done():
+                stream.head.set_exception(error)
+            raise
+
+
+class EventStream(Stream[Any]):
+    """Events as they come; `head` is a future of the status and headers, which come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head: Future[StreamReply] = Future()
+
+
+def _operation(method: Method, path: str) -> Operation:
+    name = path.partition("?")[0]
+    return Operation(f"{method} {name}", method, name.removeprefix(PREFIX).strip("/"), None, Empty)
+
+
+def _redirection(reply: Reply) -> dict[str, Any] | None:
+    if not 300 <= reply.status < 400:
+        return None
+    return {"url": reply.headers.get("location"), "status": reply.status, "expires": reply.headers.get("expires")}
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
