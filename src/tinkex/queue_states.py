@@ -1,0 +1,200 @@
+"""Word from the server that queued work is held up: who is told, when, and what the log says.
+
+A poll hands what it hears to a `QueueStateTracker`, which passes on changes only: to the bus as `queue.state_change`,
+and to observers. The clients' own observer writes to the log through a `QueueStateLogger`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Protocol, TypeAlias
+
+from tinkex import events
+from tinkex.types.futures import QueueState
+
+logger = logging.getLogger("tinkex")
+
+STATE_CHANGE = "queue.state_change"
+QUIET_SECONDS = 60.0
+"""How long the log says nothing more about the same client."""
+
+REMEMBERED = 10_000
+"""Of how many clients the log remembers when it last spoke of them."""
+
+NO_CAPACITY = "Tinker backend is running short on capacity, please wait"
+
+Kind: TypeAlias = Literal["Sampling", "Training"]
+_RATE_LIMITS: dict[str, str] = {
+    "Sampling": "concurrent sampler weights limit hit",
+    "Training": "concurrent training clients rate limit hit",
+}
+_IDS: dict[str, tuple[str, ...]] = {"Sampling": ("sampling_session_id", "session_id"), "Training": ("model_id",)}
+
+
+class ReasonObserver(Protocol):
+    """Is told the state and the server's reason; a callable with these parameters will do as well."""
+
+    def on_queue_state_change(self, queue_state: QueueState, queue_state_reason: str | None, /) -> object:
+        """Take note."""
+
+
+class StateObserver(Protocol):
+    """Is told the state alone."""
+
+    def on_queue_state_change(self, queue_state: QueueState, /) -> object:
+        """Take note."""
+
+
+class MetadataObserver(Protocol):
+    """Is told the state and everything known about it, by calling the second parameter `metadata`."""
+
+    def on_queue_state_change(self, queue_state: QueueState, metadata: Mapping[str, Any]) -> object:
+        """Take note."""
+
+
+Observer: TypeAlias = ReasonObserver | StateObserver | MetadataObserver | Callable[..., object]
+"""An object with `on_queue_state_change`, or a callable; anything else is not told."""
+
+
+class QueueStateLogger:
+    """Warns that a client is held up and why, at most once a minute for each; safe in any thread.
+
+    Args:
+        kind: What is held up; it begins the message and picks the usual reasons.
+        clock: Seconds that never go back.
+    """
+
+    def __init__(self, kind: Kind, clock: Callable[[], float] = time.monotonic) -> None:
+        self.kind = kind
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._spoken: OrderedDict[str, float] = OrderedDict()  # the longest ago first
+
+    def on_queue_state_change(
+        self,
+        queue_state: QueueState | str,
+        queue_state_reason: str | Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        """Warn, unless work goes on or a warning about this client is less than a minute old.
+
+        Args:
+            queue_state: The state, or its text.
+            queue_state_reason: The server's reason, or metadata that holds it; a usual one is given where it is empty.
+            name: The id of the client; by default the one in the metadata, else "unknown".
+        """
+        state = QueueState.parse(queue_state)
+        metadata = queue_state_reason if isinstance(queue_state_reason, Mapping) else {}
+        reason = metadata.get("queue_state_reason") if metadata is queue_state_reason else queue_state_reason
+        if name is None:
+            name = next((str(metadata[key]) for key in _IDS[self.kind] if metadata.get(key)), "unknown")
+        if state is not QueueState.ACTIVE and self._is_due(name):
+            logger.warning("%s is paused for %s. Reason: %s", self.kind, name, self._reason(state, reason))
+
+    def clear(self, name: str) -> None:
+        """Forget when this client was last spoken of; one that was not is fine."""
+        with self._lock:
+            self._spoken.pop(name, None)
+
+    def _is_due(self, name: str) -> bool:
+        with self._lock:
+            now = self._clock()
+            while self._spoken and now - next(iter(self._spoken.values())) >= QUIET_SECONDS:
+                self._spoken.popitem(last=False)
+            if name in self._spoken:
+                return False
+            if len(self._spoken) >= REMEMBERED:
+                self._spoken.popitem(last=False)
+            self._spoken[name] = now
+            return True
+
+    def _reason(self, state: QueueState, reason: Any) -> str:
+        given = " ".join(reason.split()) if isinstance(reason, str) else ""  # one line, whatever the server sends
+        if given:
+            return given
+        usual = {QueueState.PAUSED_RATE_LIMIT: _RATE_LIMITS[self.kind], QueueState.PAUSED_CAPACITY: NO_CAPACITY}
+        return usual.get(state, "unknown")
+
+
+class QueueStateTracker:
+    """Passes on what one request hears of its queue, when the state or the reason has changed; the first word is new.
+
+    Args:
+        observers: Who is told, in this order; `None` among them is skipped.
+        metadata: What is known about the request, told along with every change.
+        initial: The state to start from, which is then no change.
+    """
+
+    def __init__(
+        self,
+        observers: Iterable[Observer | None] = (),
+        metadata: Mapping[str, Any] | None = None,
+        initial: QueueState | str | None = None,
+    ) -> None:
+        self._observers = [observer for observer in observers if observer is not None]
+        self._metadata = dict(metadata or {})
+        begun = None if initial is None else QueueState.parse(initial)
+        self._last: tuple[QueueState | None, str | None] = (begun, None)
+
+    @property
+    def state(self) -> QueueState | None:
+        """The state heard last; None before the first."""
+        return self._last[0]
+
+    def heard(self, queue_state: Any, queue_state_reason: str | None = None, *, request_id: str = "") -> bool:
+        """Take what the server says (an unknown text is the state "unknown"); whether it was a change."""
+        state = QueueState.parse(queue_state)
+        if (state, queue_state_reason) == self._last:
+            return False
+        self._last = (state, queue_state_reason)
+        metadata = self._metadata | {
+            "request_id": request_id,
+            "queue_state": state.value,
+            "queue_state_reason": queue_state_reason,
+        }
+        events.emit(STATE_CHANGE, {}, metadata)
+        for observer in self._observers:
+            notify(observer, state, queue_state_reason, metadata)
+        return True
+
+
+def notify(
+    observer: Observer | None,
+    state: QueueState,
+    reason: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Tell an observer in the form it takes; what goes wrong in it is logged and never raised.
+
+    It is called with the state alone if it takes one argument. A second one gets the metadata if its name is
+    `metadata`, else the reason.
+    """
+    call = getattr(observer, "on_queue_state_change", observer)
+    if not callable(call):
+        return
+    try:
+        answer = call(*_arguments(call, state, reason, metadata or {}))
+        if inspect.iscoroutine(answer):
+            answer.close()
+            raise TypeError("an observer of queue states cannot be a coroutine function")
+    except Exception:
+        logger.warning("an observer failed on the queue state %s", state, exc_info=True)
+
+
+def _arguments(
+    call: Callable[..., object], state: QueueState, reason: str | None, metadata: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions do not tell
+        return (state, reason)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 2:
+        return (state, reason) if any(p.kind is p.VAR_POSITIONAL for p in parameters) else (state,)
+    return (state, metadata if positional[1].name == "metadata" else reason)

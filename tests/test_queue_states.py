@@ -1,0 +1,303 @@
+"""Held-up work: what the log says and how often, who is told of changes, observers of every shape. Time is faked."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from tinkex import events, queue_states
+from tinkex.queue_states import QueueStateLogger, QueueStateTracker, notify
+from tinkex.types import QueueState
+
+CAPACITY, RATE, ACTIVE = QueueState.PAUSED_CAPACITY, QueueState.PAUSED_RATE_LIMIT, QueueState.ACTIVE
+
+
+class Clock:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def heard() -> Iterator[list[tuple[str, Mapping[str, float], Mapping[str, Any]]]]:
+    """What the bus says while a test runs."""
+    found: list[tuple[str, Mapping[str, float], Mapping[str, Any]]] = []
+    events.attach("test", None, lambda *event: found.append(event))
+    yield found
+    events.detach("test")
+
+
+# ── the log ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("C85")
+@pytest.mark.parametrize(
+    ("kind", "state", "reason", "shown"),
+    [
+        ("Sampling", RATE, None, "concurrent sampler weights limit hit"),
+        ("Training", RATE, "", "concurrent training clients rate limit hit"),
+        ("Sampling", CAPACITY, None, "Tinker backend is running short on capacity, please wait"),
+        ("Training", "Paused_Capacity", " ", "Tinker backend is running short on capacity, please wait"),
+        ("Training", QueueState.UNKNOWN, None, "unknown"),
+        ("Training", "resting", None, "unknown"),
+        ("Sampling", CAPACITY, "the server says so", "the server says so"),
+        ("Sampling", "resting", "two\r\nlines", "two lines"),
+    ],
+)
+def test_the_log_says_what_is_held_up_and_why(
+    kind: Any, state: Any, reason: str | None, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    QueueStateLogger(kind).on_queue_state_change(state, reason, name="s-1")
+    assert caplog.record_tuples == [("tinkex", logging.WARNING, f"{kind} is paused for s-1. Reason: {shown}")]
+
+
+@pytest.mark.covers("C85")
+def test_work_that_goes_on_is_never_logged_and_costs_no_later_warning(caplog: pytest.LogCaptureFixture) -> None:
+    log = QueueStateLogger("Training", Clock())
+    log.on_queue_state_change(ACTIVE, "busy", name="m")
+    log.on_queue_state_change("ACTIVE", name="m")
+    assert caplog.messages == []
+    log.on_queue_state_change(CAPACITY, name="m")
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.covers("C85")
+def test_the_log_speaks_once_a_minute_of_each_client(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    log = QueueStateLogger("Sampling", clock)
+    log.on_queue_state_change(CAPACITY, "first", name="a")
+    clock.now = 30.0
+    log.on_queue_state_change(RATE, "too soon", name="a")
+    log.on_queue_state_change(CAPACITY, "another", name="b")
+    clock.now = 59.999
+    log.on_queue_state_change(CAPACITY, "too soon", name="a")
+    clock.now = 60.0
+    log.on_queue_state_change(CAPACITY, "again", name="a")
+    log.on_queue_state_change(CAPACITY, "too soon", name="b")
+    assert [message.rpartition(" ")[2] for message in caplog.messages] == ["first", "another", "again"]
+
+
+@pytest.mark.covers("C85")
+def test_a_client_that_is_forgotten_is_spoken_of_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = QueueStateLogger("Sampling", Clock())
+    for name in ("a", "b"):
+        log.on_queue_state_change(CAPACITY, name=name)
+    log.clear("a")
+    log.clear("never seen")
+    for name in ("a", "b"):
+        log.on_queue_state_change(CAPACITY, name=name)
+    assert [message.split()[4] for message in caplog.messages] == ["a.", "b.", "a."]
+
+
+@pytest.mark.covers("C85")
+@pytest.mark.parametrize(
+    ("kind", "metadata", "name"),
+    [
+        ("Sampling", {"sampling_session_id": "ss", "session_id": "s"}, "ss"),
+        ("Sampling", {"sampling_session_id": None, "session_id": "s"}, "s"),
+        ("Sampling", {"model_id": "m"}, "unknown"),
+        ("Training", {"model_id": "m", "session_id": "s"}, "m"),
+        ("Training", {"session_id": "s"}, "unknown"),
+    ],
+)
+def test_metadata_holds_the_id_and_the_reason(
+    kind: Any, metadata: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    QueueStateLogger(kind).on_queue_state_change(CAPACITY, metadata | {"queue_state_reason": "why"})
+    assert caplog.messages == [f"{kind} is paused for {name}. Reason: why"]
+
+
+def test_the_log_remembers_no_more_than_it_needs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_states, "REMEMBERED", 100)
+    clock = Clock()
+    log = QueueStateLogger("Sampling", clock)
+    for number in range(250):
+        log.on_queue_state_change(CAPACITY, name=f"{number}")
+    assert list(log._spoken) == [str(number) for number in range(150, 250)]
+    clock.now = 60.0
+    log.on_queue_state_change(CAPACITY, name="new")
+    assert list(log._spoken) == ["new"]
+
+
+class SlowName(str):
+    """A name that is so slow to look up that other threads come in between."""
+
+    def __hash__(self) -> int:
+        time.sleep(0.002)
+        return super().__hash__()
+
+
+def test_threads_that_ask_at_once_make_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    log, start = QueueStateLogger("Training"), threading.Barrier(4)
+
+    def ask() -> None:
+        start.wait()
+        log.on_queue_state_change(CAPACITY, name=SlowName("m"))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(caplog.messages) == 1
+
+
+# ── observers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Watcher:
+    """Notes its calls; subclasses take them in different forms."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+
+class OfReasons(Watcher):
+    def on_queue_state_change(self, queue_state: QueueState, queue_state_reason: str | None) -> None:
+        self.calls.append((queue_state, queue_state_reason))
+
+
+class OfMetadata(Watcher):
+    def on_queue_state_change(self, queue_state: QueueState, metadata: Mapping[str, Any]) -> None:
+        self.calls.append((queue_state, metadata))
+
+
+class OfStates(Watcher):
+    def on_queue_state_change(self, queue_state: QueueState) -> None:
+        self.calls.append((queue_state,))
+
+
+class OfStatesWithOptions(Watcher):
+    def on_queue_state_change(self, queue_state: QueueState, *, option: bool = False, **more: Any) -> None:
+        self.calls.append((queue_state,))
+
+
+class OfAnything(Watcher):
+    def on_queue_state_change(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+
+
+@pytest.mark.covers("C84")
+@pytest.mark.parametrize(
+    ("kind", "second"),
+    [
+        (OfReasons, ["why"]),
+        (OfMetadata, [{"model_id": "m"}]),
+        (OfStates, []),
+        (OfStatesWithOptions, []),
+        (OfAnything, ["why"]),
+    ],
+)
+def test_observers_are_told_in_the_form_they_take(kind: type[Any], second: list[Any]) -> None:
+    watcher = kind()
+    notify(watcher, CAPACITY, "why", {"model_id": "m"})
+    notify(watcher.on_queue_state_change, RATE, "why", {"model_id": "m"})
+    assert watcher.calls == [(CAPACITY, *second), (RATE, *second)]
+    assert type(watcher.calls[0][0]) is QueueState
+
+
+def test_a_function_that_does_not_tell_its_parameters_gets_both() -> None:
+    class Opaque:
+        __signature__ = 3  # as unreadable as that of some built-in functions
+
+        def __call__(self, *arguments: Any) -> None:
+            found.append(arguments)
+
+    found: list[Any] = []
+    notify(Opaque(), CAPACITY, "why", {"model_id": "m"})
+    assert found == [(CAPACITY, "why")]
+
+
+@pytest.mark.covers("C84")
+@pytest.mark.parametrize("observer", [None, object(), 3])
+def test_what_cannot_observe_is_not_told(observer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    notify(observer, CAPACITY, "why")
+    assert caplog.messages == []
+
+
+@pytest.mark.covers("C84")
+def test_an_observer_that_fails_is_logged_and_the_next_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(state: QueueState) -> None:
+        raise RuntimeError("no")
+
+    def too_many(state: QueueState, reason: str | None, third: int) -> None:
+        raise AssertionError("is never reached")
+
+    async def asynchronous(state: QueueState) -> None:
+        raise AssertionError("is never reached")
+
+    watcher = OfReasons()
+    assert QueueStateTracker([broken, None, too_many, asynchronous, watcher]).heard("paused_capacity")
+    assert watcher.calls == [(CAPACITY, None)]
+    assert caplog.messages == ["an observer failed on the queue state paused_capacity"] * 3
+    assert all(record.levelno == logging.WARNING and record.exc_info for record in caplog.records)
+
+
+# ── changes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("C84")
+def test_only_changes_of_state_or_reason_are_passed_on() -> None:
+    watcher = OfReasons()
+    tracker = QueueStateTracker([watcher])
+    assert tracker.state is None
+    said = [
+        ("active", None),
+        ("active", None),
+        ("paused_capacity", None),
+        ("PAUSED_CAPACITY ", None),
+        ("paused_capacity", "why"),
+        ("paused_capacity", "why"),
+        ("resting", "why"),
+        (None, "why"),
+        ("active", None),
+    ]
+    assert [tracker.heard(state, reason) for state, reason in said] == [
+        True, False, True, False, True, False, True, False, True,
+    ]  # fmt: skip
+    assert watcher.calls == [
+        (ACTIVE, None),
+        (CAPACITY, None),
+        (CAPACITY, "why"),
+        (QueueState.UNKNOWN, "why"),
+        (ACTIVE, None),
+    ]
+    assert tracker.state is ACTIVE
+
+
+@pytest.mark.covers("C84")
+def test_a_first_unknown_state_is_a_change_and_the_initial_one_is_not() -> None:
+    watcher = OfReasons()
+    QueueStateTracker([watcher]).heard("resting")
+    QueueStateTracker([watcher], initial="Active").heard("active")
+    QueueStateTracker([watcher], initial=ACTIVE).heard("active", "why")
+    assert watcher.calls == [(QueueState.UNKNOWN, None), (ACTIVE, "why")]
+
+
+@pytest.mark.covers("C84")
+def test_a_change_is_an_event_with_all_that_is_known(heard: list[Any]) -> None:
+    watcher = OfMetadata()
+    tracker = QueueStateTracker([watcher], {"model_id": "m", "session_id": "s"})
+    tracker.heard("paused_rate_limit", "why", request_id="r1")
+    tracker.heard("paused_rate_limit", "why", request_id="r2")
+    metadata = {
+        "model_id": "m",
+        "session_id": "s",
+        "request_id": "r1",
+        "queue_state": "paused_rate_limit",
+        "queue_state_reason": "why",
+    }
+    assert heard == [("queue.state_change", {}, metadata)]
+    assert watcher.calls == [(RATE, metadata)]
+    assert type(heard[0][2]["queue_state"]) is str
