@@ -14,13 +14,13 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from tinkex import environment
 from tinkex.credentials import stored_key
 from tinkex.errors import ConfigurationError
+from tinkex.exchanges import REDACTED
+from tinkex.exchanges import redact_headers as redact_headers
 
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 LOCAL = "local"
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 OWN_TAG = "tinkex-python"
-SECRET_HEADERS = {"x-api-key", "cf-access-client-secret", "authorization", "proxy-authorization"}
-REDACTED = "[REDACTED]"
 PARITY_PRESETS: dict[str, dict[str, Any]] = {
     "python": {"timeout": 60.0},
     "beam": {"timeout": 120.0, "max_retries": 2},
@@ -59,11 +59,6 @@ def mask_api_key(key: str | None) -> str | None:
     if key is None:
         return None
     return "*" * len(key) if len(key) <= 4 else f"{key[: min(6, len(key) - 2)]}...{key[-4:]}"
-
-
-def redact_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Headers that can be shown."""
-    return {name: REDACTED if name.lower() in SECRET_HEADERS else value for name, value in headers.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
