@@ -13,32 +13,116 @@
     └── RequestFailedError             the operation was accepted and then failed; `category` says whose fault it is
     ExperimentalWarning                a warning: what was called may change or go without notice    (FutureWarning)
 
-Every error keeps what it knows as attributes (`status_code`, `request_id`, `attempts`, `hint`, …), also when pickled.
+Every error says what is known of it as attributes, which are None where nothing is known and survive pickling:
+`message`, `hint`, `type`, `status`, `category`, `body` (`data` when it is a mapping), `request`, `response`,
+`request_id`, `attempts`, `retry_after`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
+from tinkex.exchanges import Request as Request
+from tinkex.exchanges import Response as Response
+from tinkex.exchanges import bounded, wait_asked
+from tinkex.exchanges import describe_body as describe_body
 from tinkex.types.sessions import RequestErrorCategory
+
+NOT_THE_CALLERS = {408, 410, 429}
+"""Refusals with a status of the 400s that are nobody's mistake: too slow, expired, too many at once."""
 
 
 class TinkerError(Exception):
-    """The root: catch this to catch everything tinkex raises on purpose."""
+    """The root: catch this to catch everything tinkex raises on purpose.
 
-    def __init__(self, message: str = "", *, hint: str | None = None, **details: Any) -> None:
-        super().__init__(message)
+    Programs may set further attributes; they travel with the error.
+    """
+
+    type: ClassVar[str] = "validation"
+    """The kind of failure: api_connection, api_timeout, api_status, request_failed or validation."""
+    message: str
+    hint: str | None = None
+    """What to do about it."""
+    category: RequestErrorCategory | None = None
+    """Whose fault it is, as far as that is known."""
+    body: object = None
+    """What the server answered: decoded, or the beginning of its text."""
+    request: Any = None
+    """What was sent, as a `Request`, or as what a program put there."""
+    response: Any = None
+    request_id: str | None = None
+    attempts: int = 1
+    retry_after: float | None = None
+    """Seconds the server asks to wait."""
+    should_retry: bool | None = None
+    """Whether to try again, where someone who knows has said so."""
+
+    def __init__(self, message: str = "", *others: object, hint: str | None = None, **details: Any) -> None:
+        super().__init__(message, *others)
         self.message = message
         self.hint = hint
         for name, value in details.items():
             setattr(self, name, value)
 
+    @property
+    def status(self) -> int | None:
+        """The HTTP status, when there was one."""
+        return getattr(self, "status_code", None) or None
+
+    @property
+    def data(self) -> Mapping[str, Any] | None:
+        """The server's answer, when it is a mapping."""
+        return self.body if isinstance(self.body, Mapping) else None
+
+    @property
+    def retry_after_ms(self) -> int | None:
+        """Milliseconds the server asks to wait."""
+        return None if self.retry_after is None else round(self.retry_after * 1000)
+
+    @property
+    def is_user_error(self) -> bool:
+        """Whether the caller made a mistake: by category, or by a status of the 400s except 408, 410, 429."""
+        status = self.status or 0
+        return self.category == RequestErrorCategory.User or (400 <= status < 500 and status not in NOT_THE_CALLERS)
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the operation may succeed when the caller starts it anew: true of all but the caller's mistakes.
+
+        The function `is_retryable` answers another question: whether the very same request may be sent again. The two
+        differ for 409, which may pass by itself but is the caller's conflict, and for 410 and failed operations, which
+        have to be submitted anew.
+        """
+        return not self.is_user_error
+
+    def format(self) -> str:
+        """The error on one line, with its type and status.
+
+        Example:
+            >>> RateLimitError("slow down").format()
+            '[api_status (429)] slow down'
+        """
+        return f"[{self.type} ({self.status})] {self.message}" if self.status else f"[{self.type}] {self.message}"
+
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not by way of the constructor: subclasses, also those of programs, have constructors of their own.
+        return _revive, (self.__class__, self.args), self.__dict__
+
+
+def _revive(kind: type[TinkerError], args: tuple[Any, ...]) -> TinkerError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class ConfigurationError(TinkerError, ValueError):
     """Settings that are missing or contradict each other."""
+
+    category = RequestErrorCategory.User
 
 
 class APIError(TinkerError):
@@ -46,7 +130,8 @@ class APIError(TinkerError):
 
     def __init__(
         self,
-        message: str = "",
+        message: str,
+        request: Any = None,
         *,
         body: object = None,
         request_id: str | None = None,
@@ -55,98 +140,231 @@ class APIError(TinkerError):
         **details: Any,
     ) -> None:
         super().__init__(message, hint=hint, **details)
-        self.body = body
+        self.request = request
+        self.body = bounded(body)
         self.request_id = request_id
         self.attempts = attempts
 
 
 class APIConnectionError(APIError):
-    """The server could not be reached, or hung up."""
+    """The server could not be reached, or hung up.
+
+    Args:
+        place: The request and the message, or the message alone.
+        request: What could not be sent.
+        message: What happened.
+        details: As for APIError.
+    """
+
+    type = "api_connection"
+
+    def __init__(self, *place: Any, request: Any = None, message: str = "Connection error.", **details: Any) -> None:
+        request, message = _placed(place, request, message)
+        super().__init__(message, request, **details)
 
 
 class APITimeoutError(APIConnectionError, TimeoutError):
     """The server did not answer in time."""
 
+    type = "api_timeout"
+
+    def __init__(self, *place: Any, request: Any = None, message: str = "Request timed out.", **details: Any) -> None:
+        super().__init__(*place, request=request, message=message, **details)
+
 
 class APIResponseValidationError(APIError):
-    """The server's answer is not what the protocol says."""
+    """The server's answer is not what the protocol says; asking again would bring the same.
 
+    Args:
+        place: The response, the body and the message, or the message alone.
+        response: The answer.
+        body: What the answer holds.
+        message: What is wrong with it.
+        details: As for APIError.
+    """
 
-class APIStatusError(APIError):
-    """The server refused."""
+    type = "validation"
+    category = RequestErrorCategory.User  # so that it is not tried again; nothing else is implied
+    status_code: int = 0
 
     def __init__(
         self,
-        message: str = "",
-        *,
-        status_code: int = 0,
-        retry_after: float | None = None,
+        *place: Any,
+        response: Any = None,
         body: object = None,
-        request_id: str | None = None,
-        attempts: int = 1,
-        hint: str | None = None,
+        message: str | None = None,
+        status_code: int | None = None,
         **details: Any,
     ) -> None:
-        super().__init__(message, body=body, request_id=request_id, attempts=attempts, hint=hint, **details)
-        self.status_code = status_code
-        self.retry_after = retry_after
-        self.should_retry: bool | None = None
-        """What the server said about trying again, if it did."""
+        response, body, message = _placed(place, response, body, message)
+        details.setdefault("request", _request_of(response))
+        super().__init__(message or "The server's answer is not what was expected.", body=body, **details)
+        self.response = response
+        self.status_code = status_code or getattr(response, "status_code", None) or 0
+
+    @property
+    def status(self) -> int | None:
+        """None: the answer's status, which is in `status_code`, was a good one."""
+        return None
+
+
+class APIStatusError(APIError):
+    """The server refused.
+
+    Args:
+        message: What it said.
+        response: Its answer.
+        body: What the answer holds.
+        status_code: The status; else the answer's, else the one that the class stands for.
+        retry_after: Seconds to wait; else what the answer says.
+        category: Whose fault it is; else what the answer says.
+        details: As for APIError.
+    """
+
+    type = "api_status"
+    status_code: int = 0
+
+    def __init__(
+        self,
+        message: str,
+        response: Any = None,
+        body: object = None,
+        *,
+        status_code: int | None = None,
+        retry_after: float | None = None,
+        category: RequestErrorCategory | str | None = None,
+        **details: Any,
+    ) -> None:
+        details.setdefault("request", _request_of(response))
+        super().__init__(message, body=body, **details)
+        self.response = response
+        self.status_code = status_code or getattr(response, "status_code", None) or type(self).status_code
+        self.category = RequestErrorCategory.parse(category) if category else category_of(self.status_code, body)
+        headers = getattr(response, "headers", None)
+        asked = wait_asked(headers if isinstance(headers, Mapping) else {}, body)
+        self.retry_after = asked if retry_after is None else retry_after
+
+
+def _placed(place: tuple[Any, ...], *named: Any) -> tuple[Any, ...]:
+    """Positional arguments in place of keywords; a text in the first place is the message, the last of them."""
+    if place and isinstance(place[0], str):
+        place = (*named[:-1], *place)
+    if len(place) > len(named):
+        raise TypeError(f"there is no place for {place[len(named)]!r}")
+    return (*place, *named[len(place) :])
+
+
+def _request_of(response: Any) -> Any:
+    try:
+        return getattr(response, "request", None)
+    except RuntimeError:  # httpx: no request was set
+        return None
+
+
+def category_of(status: int, body: object = None) -> RequestErrorCategory:
+    """Whose fault a refusal is: as the body says, else by the status; a limit is never the caller's."""
+    told = str(body.get("category", "")).strip().lower() if isinstance(body, Mapping) else ""
+    if status == 429:
+        return RequestErrorCategory.Server
+    if told in list(RequestErrorCategory):
+        return RequestErrorCategory(told)
+    if status in NOT_THE_CALLERS or status >= 500:
+        return RequestErrorCategory.Server
+    return RequestErrorCategory.User if status >= 400 else RequestErrorCategory.Unknown
 
 
 class BadRequestError(APIStatusError):
     """400: the request makes no sense to the server."""
 
+    status_code = 400
+
 
 class AuthenticationError(APIStatusError):
     """401: no key, or one the server does not know."""
+
+    status_code = 401
 
 
 class BillingError(APIStatusError):
     """402: the account must be topped up."""
 
+    status_code = 402
+
 
 class PermissionDeniedError(APIStatusError):
     """403: this key may not do that."""
+
+    status_code = 403
 
 
 class NotFoundError(APIStatusError):
     """404: there is no such thing, or it is another owner's."""
 
+    status_code = 404
+
 
 class ConflictError(APIStatusError):
     """409: the present state does not allow it."""
+
+    status_code = 409
 
 
 class GoneError(APIStatusError):
     """410: it was there and has expired."""
 
+    status_code = 410
+
 
 class UnprocessableEntityError(APIStatusError):
     """422: understood, and wrong."""
+
+    status_code = 422
 
 
 class RateLimitError(APIStatusError):
     """429: too much at once."""
 
+    status_code = 429
+
 
 class InternalServerError(APIStatusError):
     """5xx: a fault on the server's side."""
+
+    status_code = 500
 
 
 class RequestFailedError(TinkerError):
     """An accepted operation failed; `category` is "user", "server" or "unknown"."""
 
+    type = "request_failed"
+    request_id: str
+    category: RequestErrorCategory
+
     def __init__(
-        self,
-        message: str = "",
-        request_id: str = "",
-        category: RequestErrorCategory | str = RequestErrorCategory.Unknown,
-        **details: Any,
+        self, message: str, request_id: str, category: RequestErrorCategory | str | None, **details: Any
     ) -> None:
         super().__init__(message, **details)
         self.request_id = request_id
-        self.category = RequestErrorCategory(category)
+        self.category = RequestErrorCategory.parse(category)
+
+    @classmethod
+    def from_response(cls, status: int, body: object, request_id: str = "") -> Self:
+        """The failure that an answer tells of, with its message, category and the time to wait.
+
+        Example:
+            >>> RequestFailedError.from_response(500, {"error": "out of memory", "category": "server"}).format()
+            '[request_failed (500)] out of memory'
+        """
+        told = body if isinstance(body, Mapping) else {}
+        message = next((str(told[name]) for name in ("message", "error") if told.get(name)), "")
+        return cls(
+            message or describe_body(body) or "the request failed, and the server did not say why",
+            request_id,
+            told.get("category"),
+            status_code=status,
+            body=bounded(body),
+            retry_after=wait_asked({}, body),
+        )
 
 
 class ExperimentalWarning(FutureWarning):
@@ -172,9 +390,12 @@ def error_for(status: int) -> type[APIStatusError]:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether the same request, sent again, may succeed."""
-    if getattr(error, "should_retry", None) is not None:
-        return bool(error.should_retry)  # type: ignore[attr-defined]
+    """Whether the same request, sent again, may succeed: the question of the transport, before an error is raised.
+
+    For a caller who holds the error, `error.is_retryable` says whether to start over.
+    """
+    if isinstance(error, TinkerError) and error.should_retry is not None:
+        return error.should_retry
     if isinstance(error, APIStatusError):
         return error.status_code in (408, 409, 429) or (
             error.status_code >= 500 and error.status_code not in (501, 505)

@@ -11,11 +11,12 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from tinkex import codec, events
+from tinkex.config import poll_delay
 from tinkex.errors import (
     APIConnectionError,
     APIError,
@@ -139,8 +140,12 @@ PENDING = object()
 MALFORMED_ATTEMPTS = 3
 PAUSED_SECONDS = 1.0
 
-QueueNotice: TypeAlias = Callable[[str, str | None], None]
-"""Is told the queue's state, and the reason for it, with every answer that names them."""
+
+class QueueNotice(Protocol):
+    """Is told the queue's state and the reason for it, with every answer that names them."""
+
+    def __call__(self, queue_state: str, queue_state_reason: str | None = None, /, *, request_id: str = "") -> object:
+        """Take note."""
 
 
 async def retrieve(
@@ -239,11 +244,11 @@ class _Poll:
         if self.failures == 2:
             logger.warning("waiting for %s: %s; still trying", self.request_id, error.message)
         chosen = self.transport.config.poll_backoff
-        status = getattr(error, "status_code", 0)
+        status = error.status or 0
         if chosen is not None and (status == 408 or status >= 500):
-            delay = max(poll_delay(chosen, self.iteration - 1), getattr(error, "retry_after", None) or 0.0)
+            delay = max(poll_delay(chosen, self.iteration - 1), error.retry_after or 0.0)
         else:
-            delay = backoff(self.failures, getattr(error, "retry_after", None))
+            delay = backoff(self.failures, error.retry_after)
         await asyncio.sleep(delay)
 
     async def _after_pending(self, sent: float, delay: float | None) -> None:
@@ -334,7 +339,7 @@ class _Poll:
         """Pass the queue's state on; the seconds to wait before the next poll, where the server says."""
         state, reason = envelope.get("queue_state"), envelope.get("queue_state_reason")
         if self.notice is not None and isinstance(state, str):
-            self.notice(state, reason if isinstance(reason, str) else None)
+            self.notice(state, reason if isinstance(reason, str) else None, request_id=self.request_id)
         asked = envelope.get("retry_after_ms")
         if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0:
             return asked / 1000
@@ -346,16 +351,6 @@ class _Announced:
     """The answer that says how large a result is, to be asked for again."""
 
     size: int
-
-
-def poll_delay(policy: Any, iteration: int) -> float:
-    """Seconds that a `poll_backoff` setting asks for after the n-th poll, counted from 0."""
-    if callable(policy):
-        value = policy(iteration)
-        usable = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        return float(value) if usable else 0.0
-    first, most = (policy[1], policy[2]) if isinstance(policy, tuple) else (1.0, 30.0)
-    return float(min(first * 2 ** min(iteration, 60), most))
 
 
 def read_result(transport: Transport, op: Operation, reply: Reply, request_id: str) -> Any:
@@ -395,9 +390,7 @@ def failure_of(envelope: Mapping[str, Any], request_id: str, op: Operation) -> R
     told = envelope.get("error")
     inner: Mapping[str, Any] = told if isinstance(told, dict) else {}
     text = (inner.get("message") or inner.get("error")) if inner else told
-    named = str(inner.get("category") or envelope.get("category") or "unknown").lower()
-    known = named in RequestErrorCategory._value2member_map_
-    category = RequestErrorCategory(named) if known else RequestErrorCategory.Unknown
+    category = RequestErrorCategory.parse(inner.get("category") or envelope.get("category"))
     return RequestFailedError(
         f"{op.name} failed ({category.value} error): {text or 'the server gives no reason'}",
         request_id=request_id,

@@ -202,10 +202,12 @@ class HttpClient:
         if files is None and not isinstance(body, str | bytes):
             body = transform(body, **(options.get("transform") or {}))
         content_type, data = uploads.body_for(body, files, headers)
-        return codec.Body(data, content_type)
+        return codec.Body(data, content_type) if content_type else None
 
     async def _request(self, op: Operation, url: str, body: codec.Body | None, options: RequestOptions) -> Any:
-        headers = dict(options.get("headers") or {})
+        # The content type is part of the body by now: a form's names the boundary that was used.
+        given = options.get("headers") or {}
+        headers = {name: value for name, value in given.items() if name.lower() != "content-type"}
         key = options.get("idempotency_key")
         if isinstance(key, str):
             headers["X-Idempotency-Key"] = key

@@ -271,9 +271,8 @@ class SamplingClient:
             ) from None
 
     def _notice(self, observer: Observer | None) -> QueueNotice:
-        tracker = QueueStateTracker([self.on_queue_state_change, *([observer] if observer is not None else [])])
         facts = {"session_id": self._session.session_id, "sampling_session_id": self.sampling_session_id}
-        return lambda state, reason: tracker.update(state, reason, facts)
+        return QueueStateTracker([self.on_queue_state_change, observer], facts).heard
 
     async def _attempt(
         self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None

@@ -225,14 +225,9 @@ class TrainingClient:
 
     async def _result(self, receipt: Receipt, options: CallOptions) -> Any:
         """The result behind a receipt, waited for as the call asked."""
-        observer = options.get("queue_state_observer")
-        tracker = QueueStateTracker([self.on_queue_state_change, *([observer] if observer is not None else [])])
         facts = {"session_id": self._session.session_id, "model_id": self.model_id}
-        return await self._session.result(
-            receipt,
-            timeout=options.get("timeout"),
-            notice=lambda state, reason: tracker.update(state, reason, facts),
-        )
+        tracker = QueueStateTracker([self.on_queue_state_change, options.get("queue_state_observer")], facts)
+        return await self._session.result(receipt, timeout=options.get("timeout"), notice=tracker.heard)
 
     # ── passes ───────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -35,7 +35,10 @@ from tinkex.errors import (
     APIStatusError,
     APITimeoutError,
     BillingError,
+    Request,
+    Response,
     TinkerError,
+    describe_body,
     error_for,
     is_retryable,
 )
@@ -58,6 +61,8 @@ CONNECT_SECONDS = 5.0
 LONGEST_RETRY_AFTER = 60.0
 REJECTED_ATTEMPTS = 16
 """How often a request is sent again that a proxy on the way rejected with a 400 that says nothing."""
+KEPT_BYTES = 65_536
+"""How much of an answer an error keeps."""
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MOST_REDIRECTS = 5
 
@@ -269,8 +274,8 @@ EMBEDDED_FACTORY = "tinkex.local:open_exchange"
 
 def open_exchange(config: Config) -> Exchange:
     """The exchange a base URL asks for, unless the settings bring one."""
-    if config.http_client is not None:
-        brought: Exchange = config.http_client(config)
+    brought: Exchange | None = config.make_http_client()
+    if brought is not None:
         return brought
     if is_embedded(config.base_url):
         module, name = EMBEDDED_FACTORY.split(":")
@@ -558,10 +563,13 @@ class Transport:
         except TinkerError:
             raise
         except TimeoutError as error:
-            raise APITimeoutError(f"{op.name} at {place}: {error}") from error
+            raise APITimeoutError(
+                f"{op.name} at {place}: {error}", request=Request(op.method, f"{self._home}{PREFIX}/{op.path}")
+            ) from error
         except ConnectionError as error:
             raise APIConnectionError(
                 f"{op.name}: cannot reach {place}: {error}",
+                request=Request(op.method, f"{self._home}{PREFIX}/{op.path}"),
                 hint="check the base URL, and that the server is running",
             ) from error
 
@@ -624,8 +632,8 @@ class Transport:
             except (APIConnectionError, APIStatusError) as error:
                 number += 1
                 error.attempts = number
-                delay = backoff(number, getattr(error, "retry_after", None))
-                status = getattr(error, "status_code", 0)
+                delay = backoff(number, error.retry_after)
+                status = error.status or 0
                 allowed = min(CONFLICT_PATIENCE, patience) if status == 409 else patience
                 spent = max_retries is not None and number > max_retries
                 spent = spent or (isinstance(error, RejectedError) and number > REJECTED_ATTEMPTS)
@@ -647,24 +655,33 @@ class Transport:
         except ValueError as error:
             raise APIResponseValidationError(
                 f"{op.name} at {self.place}: the answer is not a {kind.__name__}: {error}",
-                body=reply.body[:2000],
+                body=reply.body,
+                response=self._response(op, reply),
             ) from error
 
     def refusal(self, op: Operation, reply: Reply, place: str = "") -> APIError:
         """The error behind a bad status."""
         where = f"{op.name} at {place or self.place}"
+        response = self._response(op, reply)
         if reply.status == 400 and not reply.body:
-            return RejectedError(f"{where}: 400 without a word: a proxy on the way rejected it, not the server")
+            return RejectedError(
+                f"{where}: 400 without a word: a proxy on the way rejected it, not the server", request=response.request
+            )
         body = _loads(reply.body)
-        detail = body.get("detail", body) if isinstance(body, dict) else body
         error = error_for(reply.status)(
-            f"{where}: {reply.status}: {detail}",
+            f"{where}: {reply.status}: {describe_body(body)}",
+            response,
+            body,
             status_code=reply.status,
             retry_after=reply.retry_after,
-            body=body,
         )
         error.should_retry = {"true": True, "false": False}.get(reply.headers.get("x-should-retry", "").lower())
         return error
+
+    def _response(self, op: Operation, reply: Reply) -> Response:
+        """An answer as an error keeps it."""
+        request = Request(op.method, reply.url or f"{self._home}{PREFIX}/{op.path}")
+        return Response(reply.status, reply.headers, reply.body[:KEPT_BYTES], request, reply.elapsed)
 
 
 class RejectedError(APIConnectionError):
@@ -736,7 +753,7 @@ def _origin(address: str) -> tuple[str, str, int | None]:
 def backoff(failures: int, retry_after: float | None = None, first: float = 0.5, most: float = 10.0) -> float:
     """Seconds to wait after the n-th failure in a row."""
     delay: float = min(first * 2 ** (failures - 1), most) * random.uniform(0.75, 1.0)
-    return max(delay, retry_after or 0.0)
+    return max(delay, retry_after) if retry_after and retry_after <= LONGEST_RETRY_AFTER else delay
 
 
 async def _encode(request: Any, compress: bool, as_protobuf: bool) -> codec.Body:
@@ -750,7 +767,7 @@ def _loads(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body) if body else ""
     except msgspec.DecodeError:
-        return body[:2000].decode(errors="replace")
+        return body[:KEPT_BYTES].decode(errors="replace")
 
 
 def _worn_out(error: Any, attempts: int, seconds: float) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -156,6 +156,22 @@ class RequestErrorCategory(StrEnum):
     Unknown = "unknown"
     Server = "server"
     User = "user"
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        """The category a text names, in any case; anything else is unknown.
+
+        Example:
+            >>> RequestErrorCategory.parse("USER")
+            <RequestErrorCategory.User: 'user'>
+        """
+        name = value.strip().lower() if isinstance(value, str) else ""
+        return cls(name) if name in cls._value2member_map_ else cls("unknown")
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether an operation that failed so may succeed when it is submitted anew."""
+        return self != RequestErrorCategory.User
 
 
 class RequestFailedResponse(Record, frozen=True, kw_only=True):
