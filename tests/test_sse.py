@@ -85,6 +85,10 @@ def outcome(chunks: list[bytes], limit: int) -> tuple[list[ServerSentEvent], boo
 
 
 @given(streams, st.integers(0, 20))
+@example(b"data:12345\n\n", 10)
+@example(b"data:12345\r\n\r\n", 10)
+@example(b"\xef\xbb\xbfdata:12345\n\n", 11)
+@example(b"\xef\xbb\xbf\n\n", 2)
 def test_cuts_do_not_move_the_limit(stream: bytes, limit: int) -> None:
     assert outcome([stream], limit) == outcome([stream[i : i + 1] for i in range(len(stream))], limit)
 

@@ -93,7 +93,7 @@ class Decoder:
             self._read(lines, events)
         else:
             self._rest += chunk
-        self._overrun = self._overrun or self._size + len(self._rest) > self._limit
+        self._overrun = self._overrun or self._exceeds(self._rest)
         if self._overrun:
             self._rest.clear()
             self._forget()
@@ -111,18 +111,18 @@ class Decoder:
         return [] if last is None else [last]
 
     def _read(self, lines: list[bytearray], events: list[ServerSentEvent]) -> None:
-        if not self._begun:
-            self._begun = True
-            lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
         for line in lines:
+            if self._exceeds(line):
+                self._overrun = True
+                return
+            if not self._begun:
+                self._begun = True
+                line = line.removeprefix(_BYTE_ORDER_MARK)
             if not line:
                 if (event := self._event()) is not None:
                     events.append(event)
                 self._forget()
                 continue
-            if self._size + len(line) > self._limit:
-                self._overrun = True
-                return
             name, _, value = line.partition(b":")
             if name:  # comments may go on for ever: they keep a connection open, and nothing is kept of them
                 self._size += len(line) + 1
@@ -141,6 +141,9 @@ class Decoder:
                     self._id = value
             elif name == b"retry":
                 self._retry = _leading_number(value)
+
+    def _exceeds(self, line: bytearray) -> bool:
+        return len(line) > 0 and self._size + len(line) > self._limit  # a blank line ends the event: it adds nothing
 
     def _event(self) -> ServerSentEvent | None:
         if self._data is None:
