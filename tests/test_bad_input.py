@@ -189,8 +189,10 @@ def test_bad_checkpoints_change_nothing(pair: tuple[TrainingClient, TrainingClie
         ("tinker://nobody/weights/a", "no checkpoint"),
         ("weights/a", "not a checkpoint path"),
     ):
+        with pytest.warns(FutureWarning, match="load_state"):
+            loading = tried.load_state_with_optimizer(bad)
         with pytest.raises(tinkex.RequestFailedError, match=words):
-            tried.load_state_with_optimizer(bad).result(60)
+            loading.result(60)
     with pytest.raises(tinkex.RequestFailedError, match="not allowed"):
         tried.save_state("../../escape").result(60)
     assert one_step(tried) == one_step(clean)

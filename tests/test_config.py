@@ -428,7 +428,9 @@ def test_requests_can_go_through_another_client(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.covers("C02", "C12")
-@pytest.mark.parametrize("client", ["nowhere:x", "json:nowhere", lambda config: object()], ids=str)
+@pytest.mark.parametrize(
+    "client", ["nowhere:x", "json:nowhere", lambda config: object()], ids=["no-module", "no-member", "no-methods"]
+)
 def test_what_is_no_client_is_refused_when_it_is_needed(client: Any) -> None:
     config = Config.resolve(base_url="local", http_client=client)
     with pytest.raises(ConfigurationError, match="http_client must implement"):

@@ -82,14 +82,41 @@ if TYPE_CHECKING:
     from tinkex.futures import (
         Future as Future,
     )
+    from tinkex.futures import (
+        await_many as await_many,
+    )
+    from tinkex.futures import (
+        await_many_async as await_many_async,
+    )
+    from tinkex.http import (
+        HttpClient as HttpClient,
+    )
+    from tinkex.http import (
+        RequestOptions as RequestOptions,
+    )
+    from tinkex.http import (
+        Timeout as Timeout,
+    )
     from tinkex.local import (
         LocalBackend as LocalBackend,
+    )
+    from tinkex.loss_graphs import (
+        LossHandle as LossHandle,
+    )
+    from tinkex.loss_graphs import (
+        PerDatumLossFn as PerDatumLossFn,
+    )
+    from tinkex.responses import (
+        APIResponse as APIResponse,
     )
     from tinkex.rest import (
         AdminClient as AdminClient,
     )
     from tinkex.rest import (
         RestClient as RestClient,
+    )
+    from tinkex.retries import (
+        RetryConfig as RetryConfig,
     )
     from tinkex.sampling import (
         SamplingClient as SamplingClient,
@@ -99,6 +126,12 @@ if TYPE_CHECKING:
     )
     from tinkex.training import (
         TrainingClient as TrainingClient,
+    )
+    from tinkex.transforms import (
+        NOT_GIVEN as NOT_GIVEN,
+    )
+    from tinkex.transforms import (
+        OMIT as OMIT,
     )
     from tinkex.types.checkpoints import (
         Checkpoint as Checkpoint,
@@ -214,12 +247,17 @@ _HOMES = {
         "TinkerError",
         "UnprocessableEntityError",
     ],
-    "tinkex.futures": ["Future"],
+    "tinkex.futures": ["Future", "await_many", "await_many_async"],
+    "tinkex.http": ["HttpClient", "RequestOptions", "Timeout"],
     "tinkex.local": ["LocalBackend"],
+    "tinkex.loss_graphs": ["LossHandle", "PerDatumLossFn"],
+    "tinkex.responses": ["APIResponse"],
     "tinkex.rest": ["AdminClient", "RestClient"],
+    "tinkex.retries": ["RetryConfig"],
     "tinkex.sampling": ["SamplingClient"],
     "tinkex.service": ["ServiceClient"],
     "tinkex.training": ["TrainingClient"],
+    "tinkex.transforms": ["NOT_GIVEN", "OMIT"],
     "tinkex.types.checkpoints": ["Checkpoint", "CheckpointType", "ParsedCheckpointTinkerPath", "TrainingRun"],
     "tinkex.types.inputs": [
         "Datum",
@@ -262,6 +300,7 @@ __all__ = [
     "APIConnectionError",
     "APIError",
     "APIFuture",
+    "APIResponse",
     "APIResponseValidationError",
     "APIStatusError",
     "APITimeoutError",
@@ -285,24 +324,31 @@ __all__ = [
     "ForwardBackwardOutput",
     "Future",
     "GoneError",
+    "HttpClient",
     "ImageAssetPointerChunk",
     "ImageChunk",
     "InternalServerError",
     "LocalBackend",
     "LoraConfig",
+    "LossHandle",
     "ModelID",
     "ModelInput",
     "ModelInputChunk",
+    "NOT_GIVEN",
     "NotFoundError",
+    "OMIT",
     "OptimParams",
     "OptimStepRequest",
     "OptimStepResponse",
     "ParsedCheckpointTinkerPath",
+    "PerDatumLossFn",
     "PermissionDeniedError",
     "PromptProvenanceSpan",
     "RateLimitError",
     "RequestFailedError",
+    "RequestOptions",
     "RestClient",
+    "RetryConfig",
     "SampleRequest",
     "SampleResponse",
     "SampledProvenanceSpan",
@@ -313,6 +359,7 @@ __all__ = [
     "StopReason",
     "TensorData",
     "TensorDtype",
+    "Timeout",
     "TinkerError",
     "TrainingClient",
     "TrainingRun",
@@ -320,6 +367,8 @@ __all__ = [
     "__title__",
     "__version__",
     "auth",
+    "await_many",
+    "await_many_async",
     "configure",
     "types",
 ]

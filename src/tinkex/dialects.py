@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tinkex import codec, protocol
+from tinkex.protobuf import NotInProtobuf
 from tinkex.protocol import Operation
 from tinkex.transport import Reply, Transport
 from tinkex.types.record import to_builtins
@@ -49,6 +50,14 @@ class Receipt:
 def is_pass(op: Operation) -> bool:
     """Whether an operation is one that the newest protocol sends as protobuf."""
     return op is protocol.FORWARD_BACKWARD
+
+
+def write_pass(request: ForwardBackwardRequest, compress: bool) -> codec.Body:
+    """A pass as protobuf; as JSON when it holds something that the protobuf schema has no place for."""
+    try:
+        return codec.encode(request, compress=compress)
+    except NotInProtobuf:
+        return codec.encode(request, as_protobuf=False, compress=compress)
 
 
 def for_older(op: Operation, request: Any) -> tuple[Operation, codec.Body]:

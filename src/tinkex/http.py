@@ -18,57 +18,39 @@ from tinkex.config import Config
 from tinkex.errors import APIResponseValidationError
 from tinkex.futures import Future, start
 from tinkex.protocol import PREFIX, Operation
+from tinkex.responses import wrapped
 from tinkex.streams import Stream
 from tinkex.transforms import OMIT, Omit, transform
 from tinkex.transport import Reply, StreamReply, Transport
-from tinkex.types.record import from_builtins
 from tinkex.types.sessions import Empty
 
 Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class APIResponse:
-    """An answer with everything about it; names of headers are lower-case, times are seconds."""
+class Timeout:
+    """Seconds a request may take, in the official SDK's words: only silence while reading ends a request here.
 
-    status: int
-    headers: Mapping[str, str]
-    method: str
-    url: str
-    body: bytes
-    data: Any
-    """The decoded body."""
-    elapsed: float
-    retries: int
+    Example:
+        >>> Timeout(30.0).read, Timeout(30.0, read=5.0).read
+        (30.0, 5.0)
+    """
 
-    @property
-    def status_code(self) -> int:
-        """The status, by its other name."""
-        return self.status
+    timeout: float | None = None
+    connect: float | None = None
+    read: float | None = None
+    write: float | None = None
+    pool: float | None = None
 
-    def header(self, name: str) -> str | None:
-        """A header, whatever the case of its name."""
-        return self.headers.get(name.lower())
-
-    def parse(self, parser: Any = None) -> Any:
-        """The data: as it is, as a record type reads it, or as a function makes of it.
-
-        Raises:
-            APIResponseValidationError: The data are not what the parser takes.
-            TypeError: This is no parser.
-        """
-        if parser is None:
-            return self.data
-        try:
-            if isinstance(parser, type) and issubclass(parser, msgspec.Struct):
-                return from_builtins(parser, self.data)
-            if callable(parser):
-                return parser(self.data)
-        except Exception as error:
-            raise APIResponseValidationError(
-                f"{self.method} {self.url}: the answer is not what was asked for: {error}", body=self.data
-            ) from error
-        raise TypeError(f"a parser is a record type or a function, got {type(parser).__name__}")
+    def __post_init__(self) -> None:
+        """Fill in what was not given, and refuse what has no effect."""
+        for name in ("connect", "write", "pool"):
+            given = getattr(self, name)
+            if given is not None and given != self.timeout:
+                raise ValueError(f"a {name} timeout of its own has no effect: give one for reading")
+            object.__setattr__(self, name, self.timeout)
+        if self.read is None:
+            object.__setattr__(self, "read", self.timeout)
 
 
 class RequestOptions(TypedDict, total=False):
@@ -76,7 +58,7 @@ class RequestOptions(TypedDict, total=False):
 
     headers: Mapping[str, str]
     max_retries: int
-    timeout: float
+    timeout: float | Timeout
     params: Mapping[str, Any]
     """The query; it wins over that of the path, which wins over the configured one."""
     extra_json: Mapping[str, Any]
@@ -216,7 +198,7 @@ class HttpClient:
             body,
             headers=headers,
             without=("x-idempotency-key",) if key is OMIT else (),
-            timeout=options.get("timeout"),
+            timeout=timeout.read if isinstance(timeout := options.get("timeout"), Timeout) else timeout,
             max_retries=options.get("max_retries"),
             metadata=options.get("metadata"),
             url=url,
@@ -224,9 +206,7 @@ class HttpClient:
         )
         data = _redirection(reply) or self._decode(op, reply)
         if self._wrapped or options.get("response") == "wrapped":
-            return APIResponse(
-                reply.status, reply.headers, op.method, reply.url, reply.body, data, reply.elapsed, reply.retries
-            )
+            return wrapped(op, reply, data)
         return data
 
     def _decode(self, op: Operation, reply: Reply) -> Any:

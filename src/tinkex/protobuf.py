@@ -154,6 +154,10 @@ def _pool() -> Any:
     return pool
 
 
+class NotInProtobuf(ValueError):
+    """What the schema has no place for; it can be sent as JSON."""
+
+
 def _declare(entry: Any, fields: dict[str, tuple[int, str]]) -> None:
     """Fill one message of the descriptor. Oneofs of real unions come before those that proto3 makes for `optional`."""
     for _, spec in fields.values():
@@ -365,7 +369,7 @@ def _put_datum(target: Any, datum: Datum) -> None:
             case DmelChunk():
                 target.model_input.add().dmel.dmel = chunk.dmel
             case ImageAssetPointerChunk():
-                raise ValueError("image asset pointers cannot be used in training; send an ImageChunk")
+                raise NotInProtobuf("image asset pointers have no protobuf form")
     for name, tensor in datum.loss_fn_inputs.items():
         put_tensor(target.loss_fn_inputs[name], tensor)
     _put_spans(target.model_input_spans, datum.model_input_spans)

@@ -7,6 +7,7 @@ value. What can be checked here is checked before anything is sent, and raises V
 from __future__ import annotations
 
 import asyncio
+import copy
 import datetime as dt
 import logging
 import os
@@ -18,12 +19,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
-from tinkex import protocol
+from tinkex import codec, protocol
 from tinkex.config import Config
 from tinkex.credentials import claims
 from tinkex.errors import APIResponseValidationError, ExperimentalWarning, TinkerError
 from tinkex.futures import Future, start
 from tinkex.protocol import PROTOCOL_VERSION, Operation
+from tinkex.responses import wrapped
 from tinkex.transport import Reply, Transport
 from tinkex.types.account import (
     AuditEventType,
@@ -65,6 +67,7 @@ from tinkex.types.training import ModelID
 
 if TYPE_CHECKING:
     from tinkex.session import Session
+    from tinkex.telemetry import Reporter
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
@@ -91,9 +94,28 @@ class _Client:
         self._own: Transport | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._behind: Self | None = None
+
+    @property
+    def holder(self) -> Session | None:
+        """The session whose connections this client uses; None when they are its own."""
+        return self._session
+
+    def get_telemetry(self) -> Reporter | None:
+        """What reports the session's events to the hosted service; None when nothing does."""
+        return self._session.telemetry if self._session is not None else None
+
+    @property
+    def with_raw_response(self) -> Self:
+        """The same client, whose methods of one request give an `APIResponse`: status, headers, body and data."""
+        raw = copy.copy(self)
+        raw._behind = self
+        return raw
 
     @property
     def _transport(self) -> Transport:
+        if self._behind is not None:
+            return self._behind._transport
         if self._session is not None:
             return self._session.transport
         with self._lock:
@@ -145,8 +167,10 @@ class _Client:
         sent = {**_sdk_headers(method), **(headers or {})}
 
         async def work(transport: Transport) -> Any:
-            answer = await transport.call(op, request, path=path, query=query, headers=sent)
-            return None if isinstance(answer, Empty) else answer
+            body = None if request is None else codec.encode(request)
+            reply = await transport.request(op, body, path=path, query=query, headers=sent)
+            answer = None if op.response is Empty else transport.decode(op, op.response, reply)
+            return answer if self._behind is None else wrapped(op, reply, answer)
 
         return self._start(work)
 

@@ -282,7 +282,7 @@ async def _written(op: Operation, request: Any, older: bool, compress: bool) -> 
     if older:
         return await asyncio.to_thread(dialects.for_older, op, request)
     if dialects.is_pass(op):
-        return op, await asyncio.to_thread(codec.encode, request, compress=compress)
+        return op, await asyncio.to_thread(dialects.write_pass, request, compress)
     return op, codec.encode(request)
 
 

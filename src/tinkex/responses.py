@@ -1,0 +1,65 @@
+"""An answer with everything about it, for those who want more than its data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from tinkex.errors import APIResponseValidationError
+from tinkex.protocol import Operation
+from tinkex.transport import Reply
+from tinkex.types.record import from_builtins
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class APIResponse:
+    """An answer with everything about it; names of headers are lower-case, times are seconds."""
+
+    status: int
+    headers: Mapping[str, str]
+    method: str
+    url: str
+    body: bytes
+    data: Any
+    """The decoded body."""
+    elapsed: float
+    retries: int
+
+    @property
+    def status_code(self) -> int:
+        """The status, by its other name."""
+        return self.status
+
+    def header(self, name: str) -> str | None:
+        """A header, whatever the case of its name."""
+        return self.headers.get(name.lower())
+
+    def parse(self, parser: Any = None) -> Any:
+        """The data: as it is, as a record type reads it, or as a function makes of it.
+
+        Raises:
+            APIResponseValidationError: The data are not what the parser takes.
+            TypeError: This is no parser.
+        """
+        if parser is None:
+            return self.data
+        try:
+            if isinstance(parser, type) and issubclass(parser, msgspec.Struct):
+                return from_builtins(parser, self.data)
+            if callable(parser):
+                return parser(self.data)
+        except Exception as error:
+            raise APIResponseValidationError(
+                f"{self.method} {self.url}: the answer is not what was asked for: {error}", body=self.data
+            ) from error
+        raise TypeError(f"a parser is a record type or a function, got {type(parser).__name__}")
+
+
+def wrapped(op: Operation, reply: Reply, data: Any) -> APIResponse:
+    """A reply and what was made of it, as one."""
+    return APIResponse(
+        reply.status, reply.headers, op.method, reply.url, reply.body, data, reply.elapsed, reply.retries
+    )
