@@ -244,6 +244,7 @@ def test_media_cannot_be_read_as_tokens() -> None:
     assert not mixed.is_text
 
 
+@pytest.mark.covers("C90")
 def test_an_image_without_a_count_has_no_length() -> None:
     with pytest.raises(ValueError, match=r"ImageChunk.*expected_tokens"):
         _ = image().length
@@ -305,6 +306,7 @@ def test_chunks_survive_the_wire(chunk: Any) -> None:
 # ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("C90")
 def test_inputs_of_a_datum_are_typed_by_their_names() -> None:
     datum = types.Datum(
         types.ModelInput.from_ints([1, 2]),
@@ -405,6 +407,7 @@ EXAMPLES: list[Any] = [
 RECORD_IDS = [type(record).__name__ for record in EXAMPLES]
 
 
+@pytest.mark.covers("C90")
 @pytest.mark.parametrize("record", EXAMPLES, ids=RECORD_IDS)
 def test_records_survive_json(record: Record) -> None:
     kind = type(record)
@@ -475,6 +478,7 @@ def test_copies_are_changed_and_originals_are_not() -> None:
         params.beta1 = 0.1  # type: ignore[misc]
 
 
+@pytest.mark.covers("C90")
 def test_absent_fields_are_left_out_on_request() -> None:
     lora = types.LoraConfig(rank=4)
     assert lora.model_dump()["seed"] is None
@@ -783,6 +787,7 @@ def test_numbers_of_numpy_can_be_sent() -> None:
 # ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("C90")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -826,6 +831,7 @@ def test_later_versions_of_a_known_optimizer_pass_through() -> None:
 # ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("C90")
 def test_tables_of_older_dialects_are_read() -> None:
     wire = {
         "sequences": [{"stop_reason": "stop", "tokens": [1], "logprobs": [-0.5]}],
@@ -840,6 +846,7 @@ def test_tables_of_older_dialects_are_read() -> None:
             types.SampleResponse.from_wire(wire | {"topk_prompt_logprobs": bad})
 
 
+@pytest.mark.covers("C90")
 def test_chunks_of_a_stream_say_what_they_are() -> None:
     token = types.SampleStreamChunk.from_map({"token": "a", "token_id": 3, "index": 0, "logprob": -0.5, "else": 1})
     assert (token.event_type, token.is_done) == ("token", False)
@@ -853,6 +860,7 @@ def test_chunks_of_a_stream_say_what_they_are() -> None:
 # ── custom losses ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("C90")
 def test_a_custom_loss_adds_up() -> None:
     term = types.RegularizerOutput.from_computation("l2", 4.0, 0.5, grad_norm=0.0, custom={"a": 1})
     assert (term.contribution, term.grad_norm_weighted) == (2.0, 0.0)
@@ -866,6 +874,7 @@ def test_a_custom_loss_adds_up() -> None:
     assert "grad_norm_weighted" not in json.loads(codec.encode(bare).data)
 
 
+@pytest.mark.covers("C90")
 @pytest.mark.parametrize("fields", [{"weight": -1}, {"weight": "1"}, {"name": ""}, {"fn": 5}], ids=str)
 def test_regularizers_are_checked(fields: dict[str, Any]) -> None:
     given: dict[str, Any] = {"fn": lambda data, logprobs: 0, "weight": 1.0, "name": "l2"}
@@ -874,6 +883,7 @@ def test_regularizers_are_checked(fields: dict[str, Any]) -> None:
         types.RegularizerSpec(**given | fields)
 
 
+@pytest.mark.covers("C90")
 @pytest.mark.parametrize(
     ("metrics", "loss"), [({"loss": 1.0, "loss:sum": 2.0}, 1.0), ({"loss:sum": 2.0}, 2.0), ({}, None)]
 )
@@ -884,6 +894,7 @@ def test_a_result_knows_its_loss(metrics: dict[str, float], loss: float | None) 
 # ── enumerations and other helpers ───────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("C90")
 def test_literals_are_parsed_or_none() -> None:
     assert types.literal_values(types.TensorDtype) == ("int64", "float32")
     assert types.literal_values(types.LossFnType)[:2] == ("cross_entropy", "importance_sampling")
@@ -893,6 +904,99 @@ def test_literals_are_parsed_or_none() -> None:
     assert types.parse_literal(types.CustomLossInputRank, True) is None
 
 
+@pytest.mark.covers("C90")
+def test_losses_come_in_the_order_of_the_older_sdks() -> None:
+    older = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+    assert types.literal_values(types.LossFnType)[:5] == older
+    assert [types.parse_literal(types.LossFnType, name) for name in (*older, "PPO", "hinge", None)] == [
+        *older,
+        *[None] * 3,
+    ]
+
+
+@pytest.mark.covers("C09", "C90")
+@pytest.mark.parametrize(
+    ("text", "category", "again"),
+    [
+        ("user", "user", False),
+        (" User ", "user", False),
+        ("SERVER", "server", True),
+        ("unknown", "unknown", True),
+        ("nobody", "unknown", True),
+    ],
+)
+def test_categories_of_failures_are_parsed(text: str, category: str, again: bool) -> None:
+    parsed = types.RequestErrorCategory.parse(text)
+    assert (parsed, parsed.is_retryable) == (category, again)
+    answer = types.RequestFailedResponse.model_validate({"error": "e", "category": text})
+    assert answer.category is parsed
+    assert types.RequestErrorCategory.parse(None) is types.RequestErrorCategory.Unknown
+
+
+@pytest.mark.covers("C90", "D24")
+def test_an_operation_that_goes_on_is_read_strictly() -> None:
+    whole = {"type": "Try_Again", "request_id": "r", "queue_state": "active"}
+    read = types.TryAgainResponse.model_validate(whole)
+    assert (read.type, read.queue_state, read.retry_after_ms, read.queue_state_reason) == (
+        "try_again",
+        "active",
+        None,
+        None,
+    )
+    full = types.TryAgainResponse.model_validate(whole | {"retry_after_ms": 0, "queue_state_reason": "busy"})
+    assert (full.retry_after_ms, full.queue_state_reason) == (0, "busy")
+    assert types.TryAgainResponse.model_validate(full.model_dump()) == full
+    wrong: dict[str, list[Any]] = {
+        "type": ["again", "", None, 1],
+        "request_id": [None, 5],
+        "queue_state": [None, 5],
+        "retry_after_ms": [-1, 1.5, "10", True],
+        "queue_state_reason": [5, []],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=name):
+                types.TryAgainResponse.model_validate(whole | {name: value})
+            with pytest.raises(ValueError, match=name):
+                types.TryAgainResponse(**(whole | {name: value}))
+    for name in ("request_id", "queue_state"):
+        with pytest.raises(ValueError, match=name):
+            types.TryAgainResponse.model_validate({key: value for key, value in whole.items() if key != name})
+
+
+@pytest.mark.covers("C90")
+def test_models_may_be_listed_by_their_names() -> None:
+    listed = ["a", None, {"model_name": "b", "trainable": True, "news": 1}, {"max_context_length": 5}]
+    read = types.GetServerCapabilitiesResponse.model_validate({"supported_models": listed})
+    assert read.model_names() == ["a", "b", None]
+    assert read.supported_models[1] == types.SupportedModel(model_name="b", trainable=True)
+    assert types.GetServerCapabilitiesResponse.model_validate(read.model_dump()) == read
+    made = types.GetServerCapabilitiesResponse(supported_models=[types.SupportedModel(model_name="c")])
+    assert made.model_names() == ["c"]
+    for wrong in (5, {"model_name": 5}):
+        with pytest.raises(ValueError, match=r"int|object"):
+            types.GetServerCapabilitiesResponse.model_validate({"supported_models": [wrong]})
+
+
+@pytest.mark.covers("C90", "D05")
+def test_what_a_run_trains_is_read_as_it_is() -> None:
+    info = types.GetInfoResponse.model_validate(
+        {"model_id": "m", "model_data": {"tokenizer_id": "org/name:variant:2"}, "is_lora": False}
+    )
+    assert info.is_lora is False
+    assert info.model_data.tokenizer_id == "org/name"
+    assert types.ModelData().tokenizer_id is None
+
+
+@pytest.mark.covers("C90")
+def test_a_reason_to_stop_that_is_not_known_is_none() -> None:
+    for told, reason in (("stop", "stop"), ("length", "length"), ("eos", None), (None, None)):
+        assert types.SampledSequence.from_wire({"tokens": [1], "stop_reason": told}).stop_reason == reason
+    assert types.SampledSequence.from_wire({"tokens": [1]}).stop_reason is None
+    assert types.SessionHeartbeatResponse.model_validate({"type": "anything", "more": 1})
+
+
+@pytest.mark.covers("C90")
 @pytest.mark.parametrize(
     ("text", "state"),
     [
@@ -908,6 +1012,7 @@ def test_queue_states_are_parsed(text: Any, state: str) -> None:
     assert str(types.QueueState.parse(text)) == state
 
 
+@pytest.mark.covers("C90")
 def test_precision_loss_is_told() -> None:
     for dtype, wire in ((np.float64, "float32"), (np.uint64, "int64")):
         lost = types.check_precision_loss(np.dtype(dtype))
@@ -929,6 +1034,7 @@ def test_sizes_are_estimated() -> None:
     assert types.Datum(prompt, {"weights": [1, 2, 3]}).estimated_bytes == 32 + 30
 
 
+@pytest.mark.covers("C90")
 def test_text_becomes_tokens() -> None:
     class Letters:
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -942,6 +1048,7 @@ def test_text_becomes_tokens() -> None:
     assert types.ModelInput.from_text("1+1", model_name="tinkex/tiny").length > 0
 
 
+@pytest.mark.covers("C90")
 def test_unknown_events_are_dropped_when_a_batch_is_read() -> None:
     when = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
     event = types.GenericEvent(event_id="a", event_session_index=0, timestamp=when, event_name="n", event_data={"k": 1})
@@ -962,6 +1069,7 @@ def test_unknown_events_are_dropped_when_a_batch_is_read() -> None:
 PART = st.text(st.characters(exclude_characters="/", exclude_categories=["Cs"]), min_size=1, max_size=12)
 
 
+@pytest.mark.covers("C90")
 @given(run=PART, kind=st.sampled_from(["weights", "sampler_weights", "external_weights"]), name=PART)
 @settings(max_examples=40, deadline=None)
 def test_paths_are_taken_apart(run: str, kind: str, name: str) -> None:
@@ -997,6 +1105,7 @@ def test_public_names_are_the_same_everywhere() -> None:
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("W18")
 @pytest.mark.parametrize(
     "error",
     [

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 import numpy as np
 
 from tinkex.types.inputs import ModelInput
-from tinkex.types.record import Record, Wired, from_builtins, number, settle, whole
+from tinkex.types.record import Record, Wired, from_builtins, number, parse_literal, settle, whole
 from tinkex.types.tensors import Array, TensorData
 
 StopReason: TypeAlias = Literal["length", "stop"]
@@ -165,11 +165,11 @@ class SampledSequence(Wired):
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form."""
+        """Read the JSON form; a reason to stop that is not known here is None."""
         if not isinstance(value, Mapping) or not isinstance(value.get("tokens"), list):
             raise ValueError("a sampled sequence must be an object with tokens")
         return cls(
-            stop_reason=value["stop_reason"],
+            stop_reason=parse_literal(StopReason, value.get("stop_reason")),
             sequence_id=value.get("sequence_id") or "",
             tokens_np=np.asarray(value["tokens"], dtype=np.int32),
             logprobs_np=_floats(value.get("logprobs")),

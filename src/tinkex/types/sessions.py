@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 import msgspec
 
 from tinkex.types.forms import Stamped, Variant
-from tinkex.types.record import Record
+from tinkex.types.record import Record, settle, whole
 
 ClientSessionFinishReasonType: TypeAlias = Literal["success", "errored", "interrupted"]
 
@@ -82,9 +82,9 @@ class SessionHeartbeatRequest(Record, frozen=True, kw_only=True):
 
 
 class SessionHeartbeatResponse(Record, frozen=True, kw_only=True):
-    """Heard."""
+    """Heard, whatever the answer is."""
 
-    type: Literal["session_heartbeat"] = "session_heartbeat"
+    type: str = "session_heartbeat"
 
 
 class FinishReason(Record, frozen=True, kw_only=True):
@@ -115,16 +115,32 @@ class SupportedModel(Record, frozen=True, kw_only=True):
     sampleable: bool | None = None
 
 
-class GetServerCapabilitiesResponse(Record, frozen=True, kw_only=True):
-    """What the server offers."""
+if TYPE_CHECKING:
+    Models: TypeAlias = list[SupportedModel]
+else:
+    # Some servers list names; those are read by hand.
+    Models = list[Any]
 
-    supported_models: list[SupportedModel]
+
+class GetServerCapabilitiesResponse(Record, frozen=True, kw_only=True):
+    """What the server offers; models may be listed by their names alone."""
+
+    supported_models: Models
+
+    def __post_init__(self) -> None:
+        listed = [model for model in self.supported_models if model is not None]
+        models = [SupportedModel(model_name=model) if isinstance(model, str) else model for model in listed]
+        settle(self, "supported_models", [SupportedModel.model_validate(model) for model in models])
+
+    def model_names(self) -> list[str | None]:
+        """The names of the models, in their order; None for one that has no name."""
+        return [model.model_name for model in self.supported_models]
 
 
 class HealthResponse(Record, frozen=True, kw_only=True):
     """The server is up."""
 
-    status: Literal["ok"]
+    status: str
 
 
 class TelemetrySendRequest(Record, frozen=True, kw_only=True):
@@ -140,7 +156,7 @@ class TelemetrySendRequest(Record, frozen=True, kw_only=True):
 class TelemetryResponse(Record, frozen=True, kw_only=True):
     """Events were taken."""
 
-    status: Literal["accepted"]
+    status: str
 
 
 class FutureRetrieveRequest(Record, frozen=True, kw_only=True):
@@ -168,6 +184,11 @@ class RequestErrorCategory(StrEnum):
         name = value.strip().lower() if isinstance(value, str) else ""
         return cls(name) if name in cls._value2member_map_ else cls("unknown")
 
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        # A category that a later server may have must not make its answer unreadable.
+        return cls.parse(value) if isinstance(value, str) else None
+
     @property
     def is_retryable(self) -> bool:
         """Whether an operation that failed so may succeed when it is submitted anew."""
@@ -182,12 +203,25 @@ class RequestFailedResponse(Record, frozen=True, kw_only=True):
 
 
 class TryAgainResponse(Record, frozen=True, kw_only=True):
-    """An operation that is still going on."""
+    """An operation that is still going on; `ValueError` says what is wrong with one that makes no sense."""
 
-    request_id: str = ""
-    queue_state: str = "active"
+    request_id: str
+    queue_state: str
     queue_state_reason: str | None = None
-    type: Literal["try_again"] = "try_again"
+    retry_after_ms: int | None = None
+    type: str = "try_again"
+
+    def __post_init__(self) -> None:
+        for name in ("request_id", "queue_state", "type"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}")
+        if self.type.lower() != "try_again":
+            raise ValueError(f"type must be try_again, got {self.type!r}")
+        if self.queue_state_reason is not None and not isinstance(self.queue_state_reason, str):
+            raise ValueError(f"queue_state_reason must be a text, got {self.queue_state_reason!r}")
+        if self.retry_after_ms is not None and whole(self.retry_after_ms, "retry_after_ms") < 0:
+            raise ValueError(f"retry_after_ms must be 0 or more, got {self.retry_after_ms}")
+        settle(self, "type", "try_again")
 
 
 class CancelFutureRequest(Record, frozen=True, kw_only=True):

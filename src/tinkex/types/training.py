@@ -239,11 +239,15 @@ class UnloadModelResponse(Record, frozen=True, kw_only=True):
 
 
 class ModelData(Record, frozen=True, kw_only=True):
-    """What a model is."""
+    """What a model is. A variant in the tokenizer's name, after a colon, is the model's and is cut off."""
 
     arch: str | None = None
     model_name: str | None = None
     tokenizer_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer_id is not None:
+            settle(self, "tokenizer_id", self.tokenizer_id.partition(":")[0])
 
 
 class GetInfoRequest(Record, frozen=True, kw_only=True):
