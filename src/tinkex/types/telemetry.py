@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
-from tinkex.types.record import Record, from_builtins, settle
+from tinkex.types.record import Record, from_builtins, literal_values, settle, to_builtins
+from tinkex.types.sessions import TelemetrySendRequest
 
 EventType: TypeAlias = Literal["SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"]
 Severity: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+
+
+def as_severity(value: object) -> Severity:
+    """A severity written in any case; INFO for what is none.
+
+    Example:
+        >>> as_severity("warning"), as_severity("loud")
+        ('WARNING', 'INFO')
+    """
+    wanted = str(value).strip().upper()
+    found: Severity = next((known for known in literal_values(Severity) if known == wanted), "INFO")
+    return found
 
 
 class SessionStartEvent(Record, frozen=True, kw_only=True):
@@ -24,7 +38,7 @@ class SessionStartEvent(Record, frozen=True, kw_only=True):
 
 
 class SessionEndEvent(Record, frozen=True, kw_only=True):
-    """A session ended; its duration is an ISO 8601 text."""
+    """A session ended; its duration is a text like `0:00:03.220668`."""
 
     event_id: str
     event_session_index: int
@@ -94,7 +108,25 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         settle(self, "events", [event for item in self.events if (event := parse_event(item)) is not None])
 
+    @classmethod
+    def from_list(cls, events: Iterable[Any], **metadata: str) -> TelemetryBatch:
+        """A batch from events or their JSON forms, and the fields that they share."""
+        return cls(events=list(events), **metadata)
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """The JSON forms of the events."""
+        return [to_builtins(event) for event in self.events]
+
     @property
     def size(self) -> int:
         """How many events there are."""
         return len(self.events)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the events share: everything but the events."""
+        return self.model_dump(exclude={"events"})
+
+    def to_request(self) -> TelemetrySendRequest:
+        """The request that sends this batch."""
+        return TelemetrySendRequest(events=self.to_list(), **self.metadata)

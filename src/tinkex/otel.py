@@ -1,0 +1,187 @@
+"""OpenTelemetry, for who uses it: trace headers on requests, contexts read from headers, and spans of client calls.
+
+Nothing of it is on by default. Headers are added when `Config.otel_propagate` (or `TINKEX_OTEL_PROPAGATE`) says so;
+spans are made after `trace()`. Needs `pip install "tinkex[otel]"`: without it, headers stay as they are and `trace()`
+says what is missing.
+
+Example:
+    >>> inject({"accept": "*/*"})  # no span is active
+    {'accept': '*/*'}
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from tinkex import environment, events
+from tinkex.config import Config
+from tinkex.errors import ConfigurationError
+from tinkex.redaction import Scrubber
+
+logger = logging.getLogger("tinkex")
+
+TRACEPARENT = "traceparent"
+TRACESTATE = "tracestate"
+_numbers = itertools.count(1)
+
+
+def is_available() -> bool:
+    """Whether the API of OpenTelemetry is installed."""
+    try:
+        import opentelemetry.propagate  # noqa: F401
+    except Exception:  # not there, or there and broken
+        return False
+    return True
+
+
+def is_enabled(config: Config) -> bool:
+    """Whether requests carry the trace they belong to: as the configuration says, else the environment; else no."""
+    said = getattr(config, "otel_propagate", None)
+    if not isinstance(said, bool):
+        said = environment.flag("TINKEX_OTEL_PROPAGATE")
+    return said is True
+
+
+def inject(headers: Mapping[str, str], config: Config | None = None) -> dict[str, str]:
+    """Headers with the trace of the current span, or as they are: a trace that is there already stays.
+
+    With a configuration, only if that says so. Only `traceparent` and `tracestate` are added: what else a program
+    carries along (baggage) is not for the server. No failure gets out of here.
+    """
+    unchanged = dict(headers)
+    if (config is not None and not is_enabled(config)) or any(name.lower() == TRACEPARENT for name in headers):
+        return unchanged
+    try:
+        from opentelemetry import propagate
+
+        carrier: dict[str, str] = {}
+        propagate.inject(carrier)
+        found = {name.lower(): value for name, value in carrier.items() if isinstance(value, str)}
+        taken = {name.lower() for name in headers}
+        added = {name: found[name] for name in (TRACEPARENT, TRACESTATE) if name in found and name not in taken}
+        return {**unchanged, **added} if TRACEPARENT in added else unchanged
+    except Exception:
+        logger.debug("no trace headers were added", exc_info=True)
+        return unchanged
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A context that `extract` made the current one."""
+
+    token: Any
+
+
+def extract(headers: Mapping[str, str], config: Config | None = None) -> Attached | None:
+    """Make the trace that headers name the current one; `release` undoes it. None when there is none, or it is off."""
+    if config is not None and not is_enabled(config):
+        return None
+    carrier = {name.lower(): value for name, value in headers.items()}
+    if TRACEPARENT not in carrier:
+        return None
+    try:
+        from opentelemetry import context, propagate
+
+        before = context.get_current()
+        found = propagate.extract({name: carrier[name] for name in (TRACEPARENT, TRACESTATE) if name in carrier})
+        return None if found == before else Attached(context.attach(found))
+    except Exception:
+        logger.debug("no trace could be read from the headers", exc_info=True)
+        return None
+
+
+def release(attached: Attached | None) -> None:
+    """Go back to the context there was before `extract`."""
+    if attached is None:
+        return
+    try:
+        from opentelemetry import context
+
+        context.detach(attached.token)
+    except Exception:
+        logger.debug("a trace context could not be left", exc_info=True)
+
+
+# ── spans of client calls ────────────────────────────────────────────────────────────────────────────────────────
+
+_ATTRIBUTES = {"method": "http.request.method", "path": "url.path", "retry_count": "http.request.resend_count"}
+_IDS = ("session_id", "sampling_session_id", "model_id", "model_seq_id", "seq_id", "request_id", "pool_type", "result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A span that has begun in this task, and the way back to the context before it."""
+
+    span: Any
+    token: Any
+    outer: _Open | None
+
+
+_innermost: contextvars.ContextVar[_Open | None] = contextvars.ContextVar("innermost span", default=None)
+
+
+def trace(tracer: Any = None, handler_id: str | None = None) -> str:
+    """Make a span of every request from now on; the id is what `events.detach` takes to end that.
+
+    A span is a child of the one that is current where the call was made, and is itself current while the request is
+    made, so that `inject` names it.
+
+    Args:
+        tracer: An OpenTelemetry tracer; by default the global one of "tinkex".
+        handler_id: The id on the bus; one is made up by default.
+
+    Raises:
+        ConfigurationError: OpenTelemetry is not installed.
+    """
+    if not is_available():
+        raise ConfigurationError("OpenTelemetry is not installed", hint='pip install "tinkex[otel]"')
+    from opentelemetry import context
+    from opentelemetry import trace as api
+
+    chosen = handler_id or f"tinkex-otel-{next(_numbers)}"
+    maker = api.get_tracer("tinkex") if tracer is None else tracer
+    scrubber = Scrubber()
+
+    def begin(metadata: Mapping[str, Any]) -> None:
+        span = maker.start_span(
+            f"{metadata.get('method')} {metadata.get('path')}",
+            kind=api.SpanKind.CLIENT,
+            attributes=_attributes(metadata, scrubber),
+        )
+        token = context.attach(api.set_span_in_context(span))
+        _innermost.set(_Open(span, token, _innermost.get()))
+
+    def finish(name: str, metadata: Mapping[str, Any]) -> None:
+        opened = _innermost.get()
+        if opened is None:  # it began before anybody listened
+            return
+        _innermost.set(opened.outer)
+        context.detach(opened.token)
+        opened.span.set_attributes(_attributes(metadata, scrubber))
+        if name == events.HTTP_EXCEPTION:
+            reason = metadata.get("reason")
+            opened.span.set_attribute("error.type", str(metadata.get("kind") or type(reason).__qualname__))
+            opened.span.set_status(api.Status(api.StatusCode.ERROR, scrubber.text(str(reason))))
+        elif metadata.get("result") != "ok":
+            opened.span.set_status(api.Status(api.StatusCode.ERROR))
+        opened.span.end()
+
+    def hear(name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
+        begin(metadata) if name == events.HTTP_START else finish(name, metadata)
+
+    events.attach(chosen, events.HTTP_EVENTS, hear)
+    return chosen
+
+
+def _attributes(metadata: Mapping[str, Any], scrubber: Scrubber) -> dict[str, Any]:
+    """What a span tells: known facts only, never what callers add to the metadata of their own."""
+    told = {_ATTRIBUTES.get(name, f"tinkex.{name}"): metadata.get(name) for name in (*_ATTRIBUTES, *_IDS)}
+    told["server.address"] = urlsplit(str(metadata.get("base_url") or "")).hostname
+    plain = scrubber.mapping({name: value for name, value in told.items() if value is not None})
+    return {name: value for name, value in plain.items() if isinstance(value, str | int | float | bool)}
