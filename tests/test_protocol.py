@@ -47,7 +47,6 @@ CLIENT_ONLY = {
     "save_weights_external",
     "search_sessions",
     "set_checkpoint_ttl",
-    "stream_sample",
     "unload_model",
     "unpublish_checkpoint",
 }
@@ -109,6 +108,7 @@ MINIMAL_ANSWERS: dict[str, str] = {
     "create_sampling_session": '{"sampling_session_id":"sess-1:sample:1"}',
     "get_sampler": '{"sampler_id":"sess-1:sample:0","base_model":"Qwen/Qwen3-8B"}',
     "asample": '{"request_id":"q0","sample_sequence_ids":["q0:0"]}',
+    "stream_sample": '{"token_id":5}',
     "get_server_capabilities": '{"supported_models":[{"model_name":"Qwen/Qwen3-8B"}]}',
     "healthz": '{"status":"ok"}',
     "telemetry": '{"status":"accepted"}',
@@ -198,6 +198,7 @@ def requests(wire: Wire) -> dict[str, Any]:
         },
         "get_sampler": sampler,
         "asample": sample_json(sampler),
+        "stream_sample": sample_json(sampler),
         "retrieve_future": {"request_id": f"{model}:1"},
         "get_server_capabilities": None,
         "healthz": None,
@@ -215,6 +216,9 @@ def test_the_server_answers_every_operation_in_its_form(wire: Wire) -> None:
         path = op.path.format(session_id=session, sampler_id=bodies["get_sampler"])
         heard = wire.send(path, None if op.method == "GET" else body, method=op.method)
         assert heard.status == 200, (op.name, heard)
+        if op is protocol.STREAM_SAMPLE:
+            assert heard.headers["content-type"] == codec.EVENT_STREAM
+            continue
         assert heard.headers["content-type"].startswith("application/json"), op.name
         answer = from_json(op.response, heard.body)
         if op.result is not None:

@@ -157,6 +157,8 @@ async def _body(request: Request, limit: int) -> bytes:
 
 async def _answer(op: Operation, state: State, request: Request, call: Call) -> Response:
     result = await HANDLERS[op.name](state, call)
+    if isinstance(result, Response):
+        return result
     return Response(to_json(result), media_type=codec.JSON)
 
 

@@ -13,11 +13,12 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from tinkex.engine import EngineError
+from tinkex.engine import EngineError, Listener
 from tinkex.server.checkpoints import find_checkpoint, save_checkpoint
 from tinkex.server.samplers import draw, find_source
 from tinkex.server.state import CARRY_ON, Call, LiveRun, Refusal, State
 from tinkex.server.store import Run, Sampler
+from tinkex.server.streams import SampleStream
 from tinkex.server.submission import digest_of, enqueue, failed_receipt, live_run, promise_once
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
@@ -36,6 +37,7 @@ from tinkex.types.sampling import (
     CreateSamplingSessionResponse,
     GetSamplerResponse,
     SampleRequest,
+    SampleResponse,
 )
 from tinkex.types.sessions import (
     ClientConfigRequest,
@@ -415,8 +417,6 @@ async def get_sampler(state: State, call: Call) -> GetSamplerResponse:
 async def asample(state: State, call: Call) -> UntypedAPIFuture:
     """Draw samples; a repeated number gives the original receipt, and draws nothing."""
     request: SampleRequest = call.request
-    if not 1 <= request.num_samples <= state.limits.samples:
-        raise Refusal(400, f"num_samples must lie between 1 and {state.limits.samples}, got {request.num_samples}")
     sampler = await _sampler_of(state, request)
     number = secrets.token_hex(8) if request.seq_id is None else request.seq_id
     request_id = f"{sampler.sampler_id}:{number}"
@@ -426,18 +426,31 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
     elif known is None:
         source = await find_source(state, sampler)
         if state.promises.get(request_id) is None:  # the same request may have come twice while weights were sought
-            seed = request.sampling_params.seed
-            drawn = secrets.randbits(63) if seed is None else seed
             promise = state.promises.add(request_id, call.digest, sampler.session_id)
-            state.promises.follow(promise, draw(state, request_id, source, request, drawn))
+            state.promises.follow(promise, draw(state, request_id, source, request))
     return UntypedAPIFuture(
         request_id=request_id,
         sample_sequence_ids=[f"{request_id}:{index}" for index in range(request.num_samples)],
     )
 
 
+async def stream_sample(state: State, call: Call) -> SampleStream:
+    """Draw samples and send each token when it is there; the number is not used, for nothing is kept under it."""
+    request: SampleRequest = call.request
+    sampler = await _sampler_of(state, request)
+    source = await find_source(state, sampler)
+    job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
+
+    def start(listener: Listener) -> Awaitable[SampleResponse]:
+        return draw(state, job, source, request, listener)
+
+    return SampleStream(start, lambda: state.worker.cancel(job), state.limits.quiet_seconds)
+
+
 async def _sampler_of(state: State, request: SampleRequest) -> Sampler:
     """The sampler a request names, or one made for the model or checkpoint that it names instead."""
+    if not 1 <= request.num_samples <= state.limits.samples:
+        raise Refusal(400, f"num_samples must lie between 1 and {state.limits.samples}, got {request.num_samples}")
     if request.sampling_session_id is None:
         base_model = await _source(state, request.base_model, request.model_path)
         return Sampler(f"direct:{uuid.uuid4()}", "direct", base_model, request.model_path)
@@ -471,6 +484,7 @@ HANDLERS: dict[str, Handler] = {
         create_sampling_session,
         get_sampler,
         asample,
+        stream_sample,
         get_server_capabilities,
         healthz,
         telemetry,

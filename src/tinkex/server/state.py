@@ -35,6 +35,8 @@ class Limits:
     """What the server will not exceed."""
 
     poll_seconds: float = 25.0
+    quiet_seconds: float = 10.0
+    """How long a stream says nothing before it says that it waits."""
     gap_seconds: float = 60.0
     session_seconds: float = 1800.0
     body_bytes: int = 1 << 30
