@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 CLIENT_ONLY = {
     "assign_session_project",
     "auth_token",
-    "cancel_future",
     "copy_weights",
     "create_custom_loss",
     "delete_api_key",
@@ -37,17 +36,14 @@ CLIENT_ONLY = {
     "get_external_weights_urls",
     "get_session",
     "get_training_run",
-    "join_sampling_session",
     "list_checkpoints",
     "list_sessions",
     "list_training_runs",
     "list_user_checkpoints",
     "publish_checkpoint",
-    "retrieve_futures",
     "save_weights_external",
     "search_sessions",
     "set_checkpoint_ttl",
-    "unload_model",
     "unpublish_checkpoint",
 }
 """What our client can ask of other servers and ours does not answer yet; a handler takes its name off this list."""
@@ -199,10 +195,14 @@ def requests(wire: Wire) -> dict[str, Any]:
         "get_sampler": sampler,
         "asample": sample_json(sampler),
         "stream_sample": sample_json(sampler),
+        "join_sampling_session": {"sampling_session_id": sampler},
+        "retrieve_futures": {"target": {"type": "sampling_session", "sampling_session_id": sampler}, "timeout": 0},
+        "cancel_future": {"request_id": f"{sampler}:0"},
         "retrieve_future": {"request_id": f"{model}:1"},
         "get_server_capabilities": None,
         "healthz": None,
         "telemetry": {"events": [{"event": "SESSION_START"}], "session_id": session},
+        "unload_model": {"model_id": model},
         "finish_session": {"reason": {"type": "success"}, "detail": None},
     }
 
