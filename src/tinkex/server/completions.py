@@ -77,6 +77,7 @@ async def _list(ended: Sequence[Promise], cursor: int) -> FuturesRetrieveRespons
     completions: list[FutureCompletion] = []
     for promise in ended:
         promise.kept = await encoding(promise, as_protobuf=True)
+        promise.is_sent = False
         completions.append(_completion(promise, promise.kept))
     return FuturesRetrieveResponse(completions=completions, cursor=_last(ended, cursor))
 
@@ -93,10 +94,11 @@ async def _carry(ended: Sequence[Promise], cursor: int, budget: int) -> codec.Bo
             payloads.append(body.data)
             fields = {"content_type": body.content_type, "inline_size": len(body.data)}
             completion = completion.model_copy(update=fields)
-            promise.is_sent, promise.kept = True, None
+            promise.kept = None
             promise.touch()  # should no poll come after this one, it need not be kept for long
         else:
             promise.kept = body
+        promise.is_sent = is_inline
         completions.append(completion)
     head = FuturesRetrieveResponse(completions=completions, cursor=_last([promise for promise, *_ in carried], cursor))
     return codec.encode_batch(head, payloads)

@@ -47,7 +47,7 @@ class Promise:
     number: int = 0
     """Its place in the log."""
     is_sent: bool = False
-    """Whether the result went out with the log: once that is acknowledged, nobody will ask for it again."""
+    """Whether the result went out with the log's last word on it: once acknowledged, nobody will ask for it."""
     finished: float = 0.0
     read: float = 0.0
 
