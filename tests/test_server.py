@@ -869,7 +869,7 @@ def test_the_rest(wire: Wire) -> None:
     config = wire.post("client/config", {"sdk_version": "0.36.0"})
     assert config["sample_use_retrieve_futures"] is False
     assert config["proto_compress_fwdbwd"] is False
-    assert wire.post("client/dynamic_config", {"sdk_version": "0.36.0"})["sample_cancel_enabled"] is False
+    assert wire.post("client/dynamic_config", {"sdk_version": "0.36.0"})["sample_cancel_enabled"] is True
 
 
 def test_an_internal_fault_says_little(wire: Wire, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:

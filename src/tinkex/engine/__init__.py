@@ -7,13 +7,13 @@ This module imports neither torch nor the server, so that a fake, a cluster or a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from tinkex.types.inputs import Datum
-from tinkex.types.sampling import SampleRequest, SampleResponse
+from tinkex.types.sampling import SampleRequest, SampleResponse, StopReason
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
 
 
@@ -51,6 +51,22 @@ class SampleDone:
 
     job: str
     result: SampleResponse | Exception
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnToken:
+    """A token that a sample got: final, and the same as in the job's result."""
+
+    index: int
+    """Which of the job's samples it belongs to."""
+    token: int
+    logprob: float
+    stop_reason: StopReason | None = None
+    """Why the sample ends, when this is its last token."""
+
+
+Listener: TypeAlias = Callable[[Sequence[DrawnToken]], object]
+"""Takes the tokens that a job got in a step; called on the thread that makes the step, and must be quick."""
 
 
 class Engine(Protocol):
@@ -97,8 +113,13 @@ class Engine(Protocol):
     def drop_sampler(self, sampler: str) -> None:
         """Forget a sampler once its jobs have ended; unknown names are ignored."""
 
-    def sample_start(self, job: str, sampler: str, request: SampleRequest, seed: int) -> None:
-        """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided."""
+    def sample_start(
+        self, job: str, sampler: str, request: SampleRequest, seed: int, listener: Listener | None = None
+    ) -> None:
+        """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided.
+
+        A listener is told of the job's tokens as they are drawn; nothing is gathered for jobs without one.
+        """
 
     def sample_step(self) -> Sequence[SampleDone]:
         """Advance the jobs by one step (one token each, or one prefill) and return those that ended."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinkex.engine import BaseModel, EngineError, SampleDone
-from tinkex.types.sampling import EMPTY_CELL, SampledSequence, SampleRequest, SampleResponse, TopkLogprobs
+from tinkex.engine import BaseModel, DrawnToken, EngineError, Listener, SampleDone
+from tinkex.types.sampling import EMPTY_CELL, SampledSequence, SampleRequest, SampleResponse, StopReason, TopkLogprobs
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
 
@@ -43,15 +43,25 @@ class _Job:
     weights: Array
     request: SampleRequest
     seed: int
+    listener: Listener | None = None
     steps: int = 0
+
+    @property
+    def limit(self) -> int:
+        asked = self.request.sampling_params.max_tokens
+        return 16 if asked is None else asked
 
 
 @dataclass
 class FakeEngine:
-    """Stands in for an engine. `fail` is called with each method's name and subject first, and may raise."""
+    """Stands in for an engine. `fail` is called with each method's name and subject first, and may raise.
+
+    Every call takes `delay` seconds, and a step of sampling `step_delay` more.
+    """
 
     base_models: Sequence[BaseModel] = (BaseModel("fake", context_length=64, vocab_size=256, arch="fake"),)
     delay: float = 0.0
+    step_delay: float = 0.0
     fail: Callable[[str, str], None] = lambda method, subject: None
     _adapters: dict[str, _Adapter] = field(default_factory=dict)
     _samplers: dict[str, Array] = field(default_factory=dict)
@@ -151,7 +161,9 @@ class FakeEngine:
         """Forget a sampler."""
         self._samplers.pop(sampler, None)
 
-    def sample_start(self, job: str, sampler: str, request: SampleRequest, seed: int) -> None:
+    def sample_start(
+        self, job: str, sampler: str, request: SampleRequest, seed: int, listener: Listener | None = None
+    ) -> None:
         """Admit a sampling job."""
         self._enter("sample_start", job)
         if sampler not in self._samplers:
@@ -159,16 +171,18 @@ class FakeEngine:
         length, window = request.prompt.length, min(model.context_length for model in self.base_models)
         if not 0 < length <= window:
             raise EngineError(f"prompt: {length} tokens do not fit the context window of {window}")
-        self._jobs[job] = _Job(self._samplers[sampler], request, seed)
+        self._jobs[job] = _Job(self._samplers[sampler], request, seed, listener)
 
     def sample_step(self) -> Sequence[SampleDone]:
         """Advance every job by one token."""
-        time.sleep(self.delay)
+        time.sleep(self.delay + self.step_delay)
         done = []
         for name, job in list(self._jobs.items()):
             job.steps += 1
             try:
                 self.fail("sample_step", name)
+                if job.listener is not None and job.steps <= job.limit:
+                    job.listener(_drawn(job))
                 result: SampleResponse | Exception | None = self._finished(job)
             except Exception as error:
                 result = error
@@ -186,11 +200,10 @@ class FakeEngine:
         return bool(self._jobs)
 
     def _finished(self, job: _Job) -> SampleResponse | None:
-        request, asked = job.request, job.request.sampling_params.max_tokens
-        limit = 16 if asked is None else asked
-        if job.steps < limit:
+        request = job.request
+        if job.steps < job.limit:
             return None
-        sequences = [_sequence(job, index, limit) for index in range(request.num_samples)]
+        sequences = [_sequence(job, index) for index in range(request.num_samples)]
         if not (request.prompt_logprobs or request.topk_prompt_logprobs):
             return SampleResponse(sequences)
         prompt = request.prompt.to_numpy()
@@ -243,9 +256,20 @@ def _arrays(index: int, datum: Datum) -> tuple[Array, Array]:
     return targets, np.ones(targets.shape) if weights is None else weights.to_numpy()
 
 
-def _sequence(job: _Job, index: int, limit: int) -> SampledSequence:
+def _drawn(job: _Job) -> list[DrawnToken]:
+    """The tokens of a job's latest step."""
+    drawn = []
+    last: StopReason | None = "length" if job.steps == job.limit else None
+    for index in range(job.request.num_samples):
+        sequence = _sequence(job, index)
+        assert sequence.logprobs is not None
+        drawn.append(DrawnToken(index, sequence.tokens[job.steps - 1], sequence.logprobs[job.steps - 1], last))
+    return drawn
+
+
+def _sequence(job: _Job, index: int) -> SampledSequence:
     prompt = job.request.prompt.to_numpy()
-    numbers = _hash(job.seed % 2**64, index, int(prompt.sum()), np.arange(limit))
+    numbers = _hash(job.seed % 2**64, index, int(prompt.sum()), np.arange(job.limit))
     tokens = (numbers * 100).astype(np.int32) + 100
     return SampledSequence("length", tokens_np=tokens, logprobs_np=_logprobs(job.weights, tokens, tokens).astype("f4"))
 

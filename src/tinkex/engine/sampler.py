@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tinkex.engine import EngineError, SampleDone
+from tinkex.engine import DrawnToken, EngineError, Listener, SampleDone
 from tinkex.engine.decoder import Decoder, Lora, causal, hidden_states
 from tinkex.engine.losses import read_tokens
 from tinkex.engine.trainer import LOGITS_BUDGET, log_softmax
@@ -32,6 +32,7 @@ from tinkex.types.sampling import (
     SampleRequest,
     SampleResponse,
     SamplingParams,
+    StopReason,
     TopkLogprobs,
 )
 from tinkex.types.tensors import Array, TensorData
@@ -329,8 +330,9 @@ class _Step:
 class Job:
     """One request: a prefill, then a token per step for each sample that has not ended."""
 
-    def __init__(self, source: Source, request: SampleRequest, seed: int) -> None:
+    def __init__(self, source: Source, request: SampleRequest, seed: int, listener: Listener | None = None) -> None:
         config = source.model.config
+        self._listener = listener
         self._source, self._request, self._seed = source, request, seed
         self._prompt = read_tokens(request.prompt, "prompt", config.context)
         _check(request, self._prompt, config.vocab)
@@ -385,10 +387,18 @@ class Job:
         step = _Step(self._rows, tokens_B.cpu().numpy(), chosen.cpu().numpy(), topk)
         self._steps.append(step)
         ended = self._stop(self._rows, step.tokens)
+        if self._listener is not None:
+            self._tell(self._listener, step, ended)
         if ended.any() and self._cache is not None:
             self._stopped[self._rows[ended]] = True
             self._rows = self._rows[~ended]
             self._cache.select(torch.from_numpy(np.flatnonzero(~ended)).to(logits_BV.device))
+
+    def _tell(self, listener: Listener, step: _Step, ended: Array) -> None:
+        """Pass a step's tokens on. A stopping token stays in its sample, so none has to be held back."""
+        last: StopReason | None = "length" if len(self._steps) == self._limit else None
+        columns = (step.rows.tolist(), step.tokens.tolist(), step.logprobs.tolist(), ended.tolist())
+        listener([DrawnToken(i, t, p, "stop" if end else last) for i, t, p, end in zip(*columns, strict=True)])
 
     def _sequences(self) -> list[SampledSequence]:
         count, steps, k = self._request.num_samples, len(self._steps), self._request.topk_sample_logprobs

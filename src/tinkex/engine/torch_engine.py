@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine import BaseModel, EngineError, SampleDone
+from tinkex.engine import BaseModel, EngineError, Listener, SampleDone
 from tinkex.engine.decoder import BARE, Decoder, DecoderConfig, Lora
 from tinkex.engine.lora import Layout
 from tinkex.engine.openmp import calm_openmp
@@ -183,12 +183,14 @@ class TorchEngine:
         self._samplers.pop(sampler, None)
         self._frozen.pop(sampler, None)
 
-    def sample_start(self, job: str, sampler: str, request: SampleRequest, seed: int) -> None:
+    def sample_start(
+        self, job: str, sampler: str, request: SampleRequest, seed: int, listener: Listener | None = None
+    ) -> None:
         """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided."""
         source = self._samplers.get(sampler)
         if source is None:
             raise EngineError(f"there is no sampler {sampler!r}")
-        self._sampler.start(job, Job(source, request, seed))
+        self._sampler.start(job, Job(source, request, seed, listener))
 
     def sample_step(self) -> Sequence[SampleDone]:
         """Advance the jobs by one step (one token each, or one prefill) and return those that ended."""

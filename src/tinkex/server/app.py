@@ -8,7 +8,6 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -21,10 +20,11 @@ from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
 from tinkex.server.handlers import HANDLERS
+from tinkex.server.results import encoding
 from tinkex.server.state import Call, Limits, Refusal, State
 from tinkex.server.submission import digest_of, spend_number
 from tinkex.types.record import to_json
-from tinkex.types.sessions import FutureRetrieveRequest, RequestErrorCategory, RequestFailedResponse
+from tinkex.types.sessions import FutureRetrieveRequest
 
 logger = logging.getLogger("tinkex.server")
 
@@ -157,6 +157,10 @@ async def _body(request: Request, limit: int) -> bytes:
 
 async def _answer(op: Operation, state: State, request: Request, call: Call) -> Response:
     result = await HANDLERS[op.name](state, call)
+    if isinstance(result, Response):
+        return result
+    if isinstance(result, codec.Body):
+        return Response(result.data, media_type=result.content_type)
     return Response(to_json(result), media_type=codec.JSON)
 
 
@@ -176,19 +180,10 @@ async def retrieve_future(op: Operation, state: State, request: Request, call: C
     except TimeoutError:
         return Response(to_json({"queue_state": "active"}), status_code=408, media_type=codec.JSON)
     promise.touch()
-    try:
-        body = await _encode(promise.result, codec.PROTOBUF in request.headers.get("accept", ""))
-    except ValueError as error:  # in band as well: a client would repeat a poll that gets a 500 for ever
-        logger.exception("the result of %s cannot be encoded", promise.request_id)
-        failure = RequestFailedResponse(
-            error=f"internal error: the result cannot be sent: {error}", category=RequestErrorCategory.Server
-        )
-        body = codec.encode(failure, as_protobuf=False)
+    body = await encoding(promise, as_protobuf=codec.PROTOBUF in request.headers.get("accept", ""))
+    if wanted.allow_metadata_only and len(body.data) > state.limits.announced_bytes:
+        promise.kept = body
+        announced = {"status": "complete_metadata", "response_payload_size": len(body.data)}
+        return Response(to_json(announced), media_type=codec.JSON)
+    promise.kept = None
     return Response(body.data, media_type=body.content_type)
-
-
-async def _encode(result: Any, as_protobuf: bool) -> codec.Body:
-    """Small results here, results with tensors in a thread."""
-    if isinstance(result, RequestFailedResponse) or not codec.has_protobuf(type(result)):
-        return codec.encode(result, as_protobuf=False)
-    return await asyncio.to_thread(codec.encode, result, as_protobuf=as_protobuf)

@@ -7,18 +7,23 @@ work to the worker and returns a receipt. Whatever fails after that fails in ban
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from tinkex.engine import EngineError
+from tinkex.codec import Body
+from tinkex.engine import EngineError, Listener
 from tinkex.server.checkpoints import find_checkpoint, save_checkpoint
+from tinkex.server.completions import poll, target_of
 from tinkex.server.samplers import draw, find_source
+from tinkex.server.scheduler import CANCELLED
 from tinkex.server.state import CARRY_ON, Call, LiveRun, Refusal, State
 from tinkex.server.store import Run, Sampler
-from tinkex.server.submission import digest_of, enqueue, failed_receipt, live_run, promise_once
+from tinkex.server.streams import SampleStream
+from tinkex.server.submission import digest_of, enqueue, enqueue_unload, failed_receipt, live_run, promise_once
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -36,8 +41,10 @@ from tinkex.types.sampling import (
     CreateSamplingSessionResponse,
     GetSamplerResponse,
     SampleRequest,
+    SampleResponse,
 )
 from tinkex.types.sessions import (
+    CancelFutureRequest,
     ClientConfigRequest,
     ClientConfigResponse,
     ClientDynamicConfigResponse,
@@ -45,8 +52,11 @@ from tinkex.types.sessions import (
     CreateSessionResponse,
     Empty,
     FinishSessionRequest,
+    FuturesRetrieveResponse,
     GetServerCapabilitiesResponse,
     HealthResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
     SessionHeartbeatRequest,
     SessionHeartbeatResponse,
     SupportedModel,
@@ -65,6 +75,7 @@ from tinkex.types.training import (
     OptimizerConfigBase,
     OptimStepRequest,
     OptimStepResponse,
+    UnloadModelRequest,
     UntypedAPIFuture,
 )
 
@@ -77,12 +88,20 @@ DEFAULT_RANK = 32
 async def client_config(state: State, call: Call) -> ClientConfigResponse:
     """How clients should behave: a call is one request, so that bad data in it leaves no half of its gradient."""
     assert isinstance(call.request, ClientConfigRequest)
-    return ClientConfigResponse(fwdbwd_max_chunk_len=1_000_000, fwdbwd_max_chunk_bytes_count=256_000_000)
+    return ClientConfigResponse(
+        fwdbwd_max_chunk_len=1_000_000,
+        fwdbwd_max_chunk_bytes_count=256_000_000,
+        create_model_via_load_weights=True,
+        sample_join_sampling_session=True,
+        sample_use_retrieve_futures=False,  # without the results in it a batched poll is one round trip more
+        custom_loss_server_side=False,
+        batched_results=True,
+    )
 
 
 async def client_dynamic_config(state: State, call: Call) -> ClientDynamicConfigResponse:
     """Nothing changes while a client runs."""
-    return ClientDynamicConfigResponse()
+    return ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
 
 async def create_session(state: State, call: Call) -> CreateSessionResponse:
@@ -235,6 +254,12 @@ async def optim_step(state: State, call: Call) -> UntypedAPIFuture:
         return OptimStepResponse(metrics=state.engine.optim_step(request.model_id, request.adam_params))
 
     return await enqueue(state, call, request.model_id, request.seq_id, work)
+
+
+async def unload_model(state: State, call: Call) -> UntypedAPIFuture:
+    """Free what a run holds in memory, once everything asked of it so far is done."""
+    request: UnloadModelRequest = call.request
+    return await enqueue_unload(state, call, request.model_id)
 
 
 async def get_info(state: State, call: Call) -> GetInfoResponse:
@@ -415,38 +440,76 @@ async def get_sampler(state: State, call: Call) -> GetSamplerResponse:
 async def asample(state: State, call: Call) -> UntypedAPIFuture:
     """Draw samples; a repeated number gives the original receipt, and draws nothing."""
     request: SampleRequest = call.request
-    if not 1 <= request.num_samples <= state.limits.samples:
-        raise Refusal(400, f"num_samples must lie between 1 and {state.limits.samples}, got {request.num_samples}")
     sampler = await _sampler_of(state, request)
     number = secrets.token_hex(8) if request.seq_id is None else request.seq_id
-    request_id = f"{sampler.sampler_id}:{number}"
+    request_id, target = f"{sampler.sampler_id}:{number}", target_of(sampler.sampler_id, request.seq_id)
     known = state.promises.get(request_id)
     if known is not None and known.digest != call.digest:
-        request_id = failed_receipt(state, request_id, sampler.session_id, call)
-    elif known is None:
+        request_id = failed_receipt(state, request_id, sampler.session_id, call, target)
+    elif known is None and not state.promises.is_gone(request_id):  # a late repetition draws nothing either
         source = await find_source(state, sampler)
         if state.promises.get(request_id) is None:  # the same request may have come twice while weights were sought
-            seed = request.sampling_params.seed
-            drawn = secrets.randbits(63) if seed is None else seed
-            promise = state.promises.add(request_id, call.digest, sampler.session_id)
-            state.promises.follow(promise, draw(state, request_id, source, request, drawn))
+            cancel = functools.partial(state.worker.cancel, request_id)
+            promise = state.promises.add(request_id, call.digest, sampler.session_id, target, cancel)
+            state.promises.follow(promise, draw(state, request_id, source, request))
     return UntypedAPIFuture(
         request_id=request_id,
         sample_sequence_ids=[f"{request_id}:{index}" for index in range(request.num_samples)],
     )
 
 
+async def stream_sample(state: State, call: Call) -> SampleStream:
+    """Draw samples and send each token when it is there; the number is not used, for nothing is kept under it."""
+    request: SampleRequest = call.request
+    sampler = await _sampler_of(state, request)
+    source = await find_source(state, sampler)
+    job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
+
+    def start(listener: Listener) -> Awaitable[SampleResponse]:
+        return draw(state, job, source, request, listener)
+
+    return SampleStream(start, lambda: state.worker.cancel(job), state.limits.quiet_seconds)
+
+
 async def _sampler_of(state: State, request: SampleRequest) -> Sampler:
     """The sampler a request names, or one made for the model or checkpoint that it names instead."""
+    if not 1 <= request.num_samples <= state.limits.samples:
+        raise Refusal(400, f"num_samples must lie between 1 and {state.limits.samples}, got {request.num_samples}")
     if request.sampling_session_id is None:
         base_model = await _source(state, request.base_model, request.model_path)
         return Sampler(f"direct:{uuid.uuid4()}", "direct", base_model, request.model_path)
     sampler = await asyncio.to_thread(state.store.sampler, request.sampling_session_id)
     if sampler is None:
         raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
-    if sampler.session_id in state.heard:
-        state.heard[sampler.session_id] = time.monotonic()
+    state.hear(sampler.session_id)
     return sampler
+
+
+async def join_sampling_session(state: State, call: Call) -> JoinSamplingSessionResponse:
+    """Give one more client of a sampler a number of its own, under which it numbers its requests."""
+    request: JoinSamplingSessionRequest = call.request
+    if await asyncio.to_thread(state.store.sampler, request.sampling_session_id) is None:
+        raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
+    number = await asyncio.to_thread(state.store.join_sampler, request.sampling_session_id)
+    return JoinSamplingSessionResponse(client_counter=number)
+
+
+# ── futures ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def retrieve_futures(state: State, call: Call) -> FuturesRetrieveResponse | Body:
+    """Say which samples of a client have ended, and bring their results along if that is asked for."""
+    return await poll(state, call.request)
+
+
+async def cancel_future(state: State, call: Call) -> Empty:
+    """Give a sample up. Whatever has a place in a run's order is carried out all the same, and what has ended stays."""
+    request: CancelFutureRequest = call.request
+    promise = state.promises.get(request.request_id)
+    if promise is not None and promise.cancel is not None:
+        promise.cancel()
+        promise.fail(CANCELLED)
+    return Empty()
 
 
 Handler: TypeAlias = Callable[[State, Call], Awaitable[Any]]
@@ -464,6 +527,7 @@ HANDLERS: dict[str, Handler] = {
         forward_backward,
         forward,
         optim_step,
+        unload_model,
         save_weights,
         save_weights_for_sampler,
         load_weights,
@@ -471,6 +535,10 @@ HANDLERS: dict[str, Handler] = {
         create_sampling_session,
         get_sampler,
         asample,
+        stream_sample,
+        join_sampling_session,
+        retrieve_futures,
+        cancel_future,
         get_server_capabilities,
         healthz,
         telemetry,

@@ -1,7 +1,7 @@
 """Promises: the futures a server has handed out, each by the id under which its result is fetched.
 
 They live in memory. A result may be read more than once; some time after it was read, or when nobody came for it,
-it is forgotten and its id answers "gone".
+it is forgotten and its id answers "gone". Samples are noted in a log as they end, for clients that poll for many.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
+from tinkex import codec
 from tinkex.engine import EngineError
 from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
 
@@ -23,6 +24,9 @@ KEEP_UNREAD = 24 * 3600.0
 KEEP_GONE = 100_000
 """How many expired ids are told from unknown ones."""
 
+Target: TypeAlias = tuple[str, int]
+"""A sampling session, and the number of one of its clients."""
+
 
 @dataclass(slots=True)
 class Promise:
@@ -31,8 +35,19 @@ class Promise:
     request_id: str
     digest: bytes
     session_id: str
+    target: Target | None = None
+    """Whose log its end is noted in."""
+    cancel: Callable[[], object] | None = None
+    """Gives the work up, where work can be given up."""
+    on_settled: Callable[[Promise], object] | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: Any = None
+    kept: codec.Body | None = None
+    """The encoded result, when it has been announced and not fetched yet."""
+    number: int = 0
+    """Its place in the log."""
+    is_sent: bool = False
+    """Whether the result went out with the log's last word on it: once acknowledged, nobody will ask for it."""
     finished: float = 0.0
     read: float = 0.0
 
@@ -42,6 +57,9 @@ class Promise:
             self.result = result
             self.finished = time.monotonic()
             self.done.set()
+            self.cancel = None
+            if self.on_settled is not None:
+                self.on_settled(self)
 
     def touch(self) -> None:
         """Note that the result has been read."""
@@ -52,14 +70,65 @@ class Promise:
         self.settle(RequestFailedResponse(error=message, category=category))
 
 
+class Log:
+    """The samples of one client that have ended and that it has not acknowledged, by number."""
+
+    def __init__(self, session_id: str) -> None:
+        self.session_id = session_id
+        self.cursor = 0
+        self.polled = time.monotonic()
+        self.is_closed = False
+        self._ended: dict[int, Promise] = {}
+        self._news = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def add(self, promise: Promise) -> None:
+        """Note the end of a sample."""
+        self.cursor += 1
+        promise.number = self.cursor
+        self._ended[promise.number] = promise
+        self._news.set()
+
+    def remove(self, promise: Promise) -> None:
+        """Forget a sample whose result is forgotten."""
+        self._ended.pop(promise.number, None)
+
+    def until(self, cursor: int) -> list[Promise]:
+        """What was noted up to a number."""
+        return [promise for number, promise in self._ended.items() if number <= cursor]
+
+    def after(self, cursor: int) -> list[Promise]:
+        """What was noted after a number."""
+        return [promise for number, promise in self._ended.items() if number > cursor]
+
+    async def wait(self, cursor: int) -> None:
+        """Wait until something comes after a number, or the log is closed."""
+        self.polled = time.monotonic()
+        while not self.is_closed and not self.after(cursor):
+            self._news.clear()
+            await self._news.wait()
+
+    def close(self) -> None:
+        """Let go of whoever waits."""
+        self.is_closed = True
+        self._ended.clear()
+        self._news.set()
+
+
 class Promises:
     """All promises of a server."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._promises: dict[str, Promise] = {}
+        self._logs: dict[Target, Log] = {}
         self._gone: dict[str, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._clock = clock
+
+    def __len__(self) -> int:
+        return len(self._promises)
 
     def get(self, request_id: str) -> Promise | None:
         """A promise that can still be read."""
@@ -69,9 +138,18 @@ class Promises:
         """Whether a promise was there and has expired."""
         return request_id in self._gone
 
-    def add(self, request_id: str, digest: bytes, session_id: str) -> Promise:
+    def add(
+        self,
+        request_id: str,
+        digest: bytes,
+        session_id: str,
+        target: Target | None = None,
+        cancel: Callable[[], object] | None = None,
+    ) -> Promise:
         """Make a new promise."""
-        promise = self._promises[request_id] = Promise(request_id, digest, session_id)
+        on_settled = None if target is None else self._note
+        promise = Promise(request_id, digest, session_id, target, cancel, on_settled)
+        self._promises[request_id] = promise
         return promise
 
     def follow(self, promise: Promise, work: Awaitable[Any]) -> None:
@@ -87,17 +165,59 @@ class Promises:
             if not promise.done.is_set():
                 continue
             if now - promise.finished > KEEP_UNREAD or (promise.read and now - promise.read > KEEP_READ):
-                del self._promises[promise.request_id]
-                self._gone[promise.request_id] = None
+                self._forget(promise)
         for request_id in list(self._gone)[:-KEEP_GONE]:
             del self._gone[request_id]
 
     def forget_session(self, session_id: str) -> None:
         """Drop everything of a session that is over for good."""
+        for target in [target for target, log in self._logs.items() if log.session_id == session_id]:
+            self._logs.pop(target).close()
         for promise in [p for p in self._promises.values() if p.session_id == session_id]:
             promise.fail("the session has ended", RequestErrorCategory.User)
-            del self._promises[promise.request_id]
-            self._gone[promise.request_id] = None
+            self._forget(promise)
+
+    def _forget(self, promise: Promise) -> None:
+        del self._promises[promise.request_id]
+        self._gone[promise.request_id] = None
+        if promise.target is not None and (log := self._logs.get(promise.target)) is not None:
+            log.remove(promise)
+
+    # ── logs ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def log(self, target: Target) -> Log | None:
+        """The log of a client that has polled for it."""
+        return self._logs.get(target)
+
+    def open_log(self, target: Target, session_id: str) -> None:
+        """Begin a log, with what has ended and was not read; one that is there is left alone."""
+        if target in self._logs:
+            return
+        log = self._logs[target] = Log(session_id)
+        ended = [p for p in self._promises.values() if p.target == target and p.done.is_set() and not p.read]
+        for promise in sorted(ended, key=lambda promise: promise.finished):
+            log.add(promise)
+
+    def acknowledge(self, log: Log, cursor: int) -> None:
+        """Take a client's word that it knows of everything up to a number; what it was sent can be forgotten."""
+        for promise in log.until(cursor):
+            if promise.is_sent:
+                self._forget(promise)
+            else:
+                log.remove(promise)
+                promise.touch()
+
+    def sweep_logs(self, sessions: Container[str]) -> None:
+        """Forget logs that nobody polls for, of sessions that are not open or where there never was anything."""
+        stale = self._clock() - KEEP_READ
+        for target, log in list(self._logs.items()):
+            if log.polled < stale and (log.cursor == 0 or log.session_id not in sessions):
+                self._logs.pop(target).close()
+
+    def _note(self, promise: Promise) -> None:
+        assert promise.target is not None
+        if (log := self._logs.get(promise.target)) is not None:
+            log.add(promise)
 
 
 async def _follow(promise: Promise, work: Awaitable[Any]) -> None:

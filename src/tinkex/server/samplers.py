@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkex.engine import EngineError
+from tinkex.engine import EngineError, Listener
 from tinkex.server.state import Refusal, State
 from tinkex.server.store import Sampler
 from tinkex.types.sampling import SampleRequest, SampleResponse
@@ -41,15 +42,18 @@ async def find_source(state: State, sampler: Sampler) -> WeightSource:
 
 
 async def draw(
-    state: State, request_id: str, source: WeightSource, request: SampleRequest, seed: int
+    state: State, job: str, source: WeightSource, request: SampleRequest, listener: Listener | None = None
 ) -> SampleResponse:
     """Queue the loading of weights that are not there yet, then the sample, without a pause between the two.
 
     The worker keeps that order, and a job holds its weights: they cannot be dropped before it has them.
     """
+    seed = request.sampling_params.seed
     loading = load(state, source) if source.is_loadable else None
     try:
-        return await state.worker.sample(request_id, source.name, request, seed)
+        return await state.worker.sample(
+            job, source.name, request, secrets.randbits(63) if seed is None else seed, listener
+        )
     except EngineError:
         if loading is not None and loading.done() and (error := loading.exception()) is not None:
             raise error from None

@@ -15,11 +15,11 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from tinkex.engine import Engine, EngineError
+from tinkex.engine import DrawnToken, Engine, EngineError, Listener
 from tinkex.types.sampling import SampleRequest, SampleResponse
 
 T = TypeVar("T")
@@ -27,6 +27,7 @@ logger = logging.getLogger("tinkex.server")
 
 EXIT_SECONDS = 60.0
 """How long the end of a program waits for the engine."""
+CANCELLED = "the request was cancelled"
 
 
 class Lane(Generic[T]):
@@ -96,6 +97,8 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._samples: dict[str, asyncio.Future[SampleResponse]] = {}
+        self._cancelled: set[str] = set()
+        """Jobs to drop before the next step, without waiting for what else is queued."""
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._ended = asyncio.Event()
@@ -129,13 +132,29 @@ class Worker:
         self._tasks.put(_Task(function, args, future))
         return future
 
-    def sample(self, job: str, sampler: str, request: SampleRequest, seed: int) -> asyncio.Future[SampleResponse]:
-        """Queue a sampling job."""
+    def sample(
+        self, job: str, sampler: str, request: SampleRequest, seed: int, listener: Listener | None = None
+    ) -> asyncio.Future[SampleResponse]:
+        """Queue a sampling job. A listener is called on the event loop, for the last time before the job is done."""
         assert self._loop is not None, "the worker has not been started"
         done: asyncio.Future[SampleResponse] = self._loop.create_future()
-        admitted = self.run(self._admit, job, sampler, request, seed, done)
+        admitted = self.run(self._admit, job, sampler, request, seed, done, listener)
         admitted.add_done_callback(lambda future: _pass_failure(future, done))
         return done
+
+    def cancel(self, job: str) -> None:
+        """Drop a job, started or not; it fails. One that has ended is left alone."""
+        self._cancelled.add(job)
+        self.run(self._uncancel, job)  # wakes the thread; and behind this job's admission nothing has to be remembered
+
+    def _uncancel(self, job: str) -> None:
+        self._drop_cancelled()
+        self._cancelled.discard(job)
+
+    def _drop_cancelled(self) -> None:
+        for job in [job for job in self._cancelled.copy() if job in self._samples]:
+            self.engine.sample_cancel(job)
+            self._resolve(self._samples.pop(job), EngineError(CANCELLED))
 
     def cancel_samples(self, prefix: str) -> None:
         """Drop the jobs whose names begin so, started or not; they fail."""
@@ -153,9 +172,18 @@ class Worker:
         request: SampleRequest,
         seed: int,
         done: asyncio.Future[SampleResponse],
+        listener: Listener | None,
     ) -> None:
-        self.engine.sample_start(job, sampler, request, seed)
+        if job in self._cancelled:
+            raise EngineError(CANCELLED)
+        self.engine.sample_start(job, sampler, request, seed, self._relay(listener) if listener else None)
         self._samples[job] = done
+
+    def _relay(self, listener: Listener) -> Listener:
+        def relay(drawn: Sequence[DrawnToken]) -> None:
+            self._post(listener, drawn)
+
+        return relay
 
     def _run(self) -> None:
         while True:
@@ -167,6 +195,8 @@ class Worker:
                 if task is None:
                     break
                 self._execute(task)
+            if self._cancelled:
+                self._drop_cancelled()
             if self.engine.sampling() and not self._stopping:
                 self._step()
         self._fail_samples(EngineError("the server was stopped", "server"))
@@ -190,10 +220,9 @@ class Worker:
             logger.exception("a sampling step failed; the samples under way are lost")
             self._fail_samples(error)
             return
-        for done in ended:
-            future = self._samples.pop(done.job, None)
-            if future is not None:
-                self._resolve(future, done.result)
+        outcomes = [(self._samples.pop(done.job), done.result) for done in ended if done.job in self._samples]
+        if outcomes:  # told together, so that whoever waits for several is woken once
+            self._post(_settle_all, outcomes)
 
     def _fail_samples(self, error: Exception) -> None:
         for job, future in self._samples.items():
@@ -223,6 +252,11 @@ def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
         future.set_exception(outcome)
     else:
         future.set_result(outcome)
+
+
+def _settle_all(outcomes: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, outcome in outcomes:
+        _settle(future, outcome)
 
 
 def _pass_failure(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:

@@ -35,10 +35,16 @@ class Limits:
     """What the server will not exceed."""
 
     poll_seconds: float = 25.0
+    quiet_seconds: float = 10.0
+    """How long a stream says nothing before it says that it waits."""
     gap_seconds: float = 60.0
     session_seconds: float = 1800.0
     body_bytes: int = 1 << 30
     samples: int = 1024
+    announced_bytes: int = 4 << 20
+    """Results beyond this are announced first to readers that can be told their size."""
+    inline_bytes: int = 64 << 20
+    """Most that one batched poll brings along."""
     samplers: int = 64
     snapshots: int = 64
 
@@ -51,6 +57,8 @@ class Queued:
     work: Callable[[], Any]
     after: Callable[[Any], Any] | None = None
     """What is to be done with the work's result, on the event loop."""
+    is_due_anyway: bool = False
+    """Whether the work is done even when a number before it never comes."""
 
 
 @dataclass(slots=True)
@@ -59,6 +67,8 @@ class LiveRun:
 
     run: Run
     lane: Lane[Queued] = field(default_factory=lambda: Lane[Queued]())
+    last: int | None = None
+    """The number under which the run is unloaded; nothing comes after it."""
     gap: int | None = None
     gap_timer: asyncio.TimerHandle | None = None
 
@@ -98,6 +108,11 @@ class State:
         if name not in models:
             raise EngineError(f"there is no base model {name!r}; this server has: {', '.join(sorted(models))}")
         return models[name]
+
+    def hear(self, session_id: str) -> None:
+        """Note that something came for a session, if it is open."""
+        if session_id in self.heard:
+            self.heard[session_id] = time.monotonic()
 
     def end_session(self, session_id: str) -> None:
         """Free what a session holds in memory; its runs and checkpoints stay on record."""
@@ -156,6 +171,7 @@ class State:
 
     async def _sweep(self) -> None:
         self.promises.sweep()
+        self.promises.sweep_logs(self.heard)
         silent = time.monotonic() - self.limits.session_seconds
         for session_id in [s for s, heard in self.heard.items() if heard < silent]:
             await asyncio.to_thread(self.store.finish_session, session_id, "expired", "no heartbeat")

@@ -36,6 +36,7 @@ MIGRATIONS = (
     );
     CREATE INDEX checkpoints_of_run ON checkpoints (model_id);
     """,
+    "CREATE TABLE joins (sampler_id TEXT PRIMARY KEY, clients INTEGER NOT NULL)",
 )
 
 
@@ -207,6 +208,16 @@ class Store:
             row["model_path"],
             bool(row["is_snapshot"]),
         )
+
+    def join_sampler(self, sampler_id: str) -> int:
+        """The number of one more client of a sampler: 1, 2, …, and none twice, in any life of the server."""
+        row = self._one(
+            "INSERT INTO joins VALUES (?, 1) ON CONFLICT (sampler_id) DO UPDATE SET clients = clients + 1 "
+            "RETURNING clients",
+            sampler_id,
+        )
+        assert row is not None
+        return int(row["clients"])
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
 

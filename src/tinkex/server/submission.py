@@ -7,14 +7,16 @@ waits for ever.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from tinkex.engine import EngineError
+from tinkex.server.promises import Target
 from tinkex.server.state import CARRY_ON, Call, LiveRun, Queued, Refusal, State
-from tinkex.types.training import UntypedAPIFuture
+from tinkex.types.training import UnloadModelResponse, UntypedAPIFuture
 
 
 def promise_once(
@@ -42,7 +44,8 @@ async def live_run(state: State, model_id: str) -> LiveRun:
         raise Refusal(404, f"there is no model {model_id!r}")
     raise Refusal(
         410,
-        f"model {model_id!r} is no longer loaded (its session ended or the server was restarted); {CARRY_ON}",
+        f"model {model_id!r} is no longer loaded (it was unloaded, its session ended or the server was restarted); "
+        f"{CARRY_ON}",
     )
 
 
@@ -66,16 +69,51 @@ async def enqueue(
     if known is not None:
         receipt = failed_receipt(state, request_id, live.run.session_id, call)
         return UntypedAPIFuture(request_id=receipt, model_id=model_id)
+    if live.last is not None and number >= live.last:
+        raise Refusal(410, f"model {model_id!r} has been unloaded; {CARRY_ON}")
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
     try:
         released = live.lane.offer(number, Queued(promise, work, after))
     except ValueError:
         promise.fail(f"request number {number} of this run has passed; the next one is {live.lane.next}")
         released = []
-    for queued in released:
-        state.promises.follow(queued.promise, _execute(state.worker.run(queued.work), queued.after))
-    _watch_gap(state, live)
+    _release(state, live, released)
     return UntypedAPIFuture(request_id=request_id, model_id=model_id)
+
+
+async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIFuture:
+    """Drop a run's adapter after everything that was asked of it; to drop it again changes nothing."""
+    request_id, response = f"{model_id}:unload", UnloadModelResponse(model_id=model_id, type="unload_model")
+    receipt = UntypedAPIFuture(request_id=request_id, model_id=model_id)
+    if state.promises.get(request_id) is not None:
+        return receipt
+    live = state.runs.get(model_id)
+    if live is None:
+        run = await asyncio.to_thread(state.store.run, model_id)
+        if run is None:
+            raise Refusal(404, f"there is no model {model_id!r}")
+        state.promises.add(request_id, call.digest, run.session_id).settle(response)
+        return receipt
+
+    def after(_: None) -> UnloadModelResponse:
+        state.runs.pop(model_id, None)
+        return response
+
+    promise = state.promises.add(request_id, call.digest, live.run.session_id)
+    live.last = live.lane.free
+    work = functools.partial(state.engine.drop, model_id)
+    _release(state, live, live.lane.offer(live.last, Queued(promise, work, after, is_due_anyway=True)))
+    return receipt
+
+
+def _release(state: State, live: LiveRun, released: Iterable[Queued]) -> None:
+    for queued in released:
+        _begin(state, queued)
+    _watch_gap(state, live)
+
+
+def _begin(state: State, queued: Queued) -> None:
+    state.promises.follow(queued.promise, _execute(state.worker.run(queued.work), queued.after))
 
 
 async def spend_number(state: State, numbered: tuple[str, int] | None, body: bytes, why: str) -> None:
@@ -89,12 +127,12 @@ async def spend_number(state: State, numbered: tuple[str, int] | None, body: byt
     await enqueue(state, Call(None, {}, digest_of("", body)), *numbered, work)
 
 
-def failed_receipt(state: State, request_id: str, session_id: str, call: Call) -> str:
+def failed_receipt(state: State, request_id: str, session_id: str, call: Call, target: Target | None = None) -> str:
     """The id of a failure for a request whose number belongs to another: it is read like any other result."""
     failed_id = f"{request_id}:{call.digest.hex()[:12]}"
     if state.promises.get(failed_id) is None:
         number = request_id.rpartition(":")[2]
-        promise = state.promises.add(failed_id, call.digest, session_id)
+        promise = state.promises.add(failed_id, call.digest, session_id, target)
         promise.fail(f"request number {number} was used before, for another request")
     return failed_id
 
@@ -115,17 +153,21 @@ def _watch_gap(state: State, live: LiveRun) -> None:
         live.gap_timer = None
     if missing is not None:
         loop = asyncio.get_running_loop()
-        live.gap_timer = loop.call_later(state.limits.gap_seconds, _close_gap, live, missing)
+        live.gap_timer = loop.call_later(state.limits.gap_seconds, _close_gap, state, live, missing)
 
 
-def _close_gap(live: LiveRun, missing: int) -> None:
+def _close_gap(state: State, live: LiveRun, missing: int) -> None:
     live.gap = live.gap_timer = None
-    abandoned = live.lane.give_up()
+    waiting = live.lane.give_up()
+    abandoned = [queued for queued in waiting if not queued.is_due_anyway]
     for queued in abandoned:
         queued.promise.fail(
             f"request number {missing} of this run never arrived, so the {len(abandoned)} after it were not "
             "executed; the run goes on with the next request"
         )
+    for queued in waiting:
+        if queued.is_due_anyway:
+            _begin(state, queued)
 
 
 def digest_of(path: str, body: bytes) -> bytes:

@@ -1,0 +1,51 @@
+"""Results as bytes: encoded where that holds nothing up, and only once for those that are announced before they go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from tinkex import codec
+from tinkex.server.promises import Promise
+from tinkex.types.sampling import SampleResponse
+from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
+
+logger = logging.getLogger("tinkex.server")
+
+OFF_LOOP_VALUES = 8_000
+"""Results of more numbers than this are encoded in a thread."""
+
+
+async def encoding(promise: Promise, *, as_protobuf: bool) -> codec.Body:
+    """The bytes of a promise's result, in the form its reader accepts."""
+    if is_heavy(promise):
+        return await asyncio.to_thread(encode, promise, as_protobuf=as_protobuf)
+    return encode(promise, as_protobuf=as_protobuf)
+
+
+def is_heavy(promise: Promise) -> bool:
+    """Whether a result takes long to encode, as far as can be told at a glance."""
+    result = promise.result
+    if promise.kept is not None or not codec.has_protobuf(type(result)):
+        return False
+    if not isinstance(result, SampleResponse) or result.target_prompt_logprobs or result.prompt_alt_tokens:
+        return True
+    tables = [result.topk_prompt_logprobs_np, *(sequence.topk_logprobs_np for sequence in result.sequences)]
+    values = sum(sequence.length for sequence in result.sequences)
+    values += sum(table.token_ids.size for table in tables if table is not None)
+    return values + (0 if result.prompt_logprobs_np is None else result.prompt_logprobs_np.size) > OFF_LOOP_VALUES
+
+
+def encode(promise: Promise, *, as_protobuf: bool) -> codec.Body:
+    """Encode a result, unless it is kept in that form; one that cannot be encoded becomes a failure."""
+    wants_protobuf = as_protobuf and codec.has_protobuf(type(promise.result))
+    if promise.kept is not None and (promise.kept.content_type == codec.PROTOBUF) == wants_protobuf:
+        return promise.kept
+    try:
+        return codec.encode(promise.result, as_protobuf=as_protobuf)
+    except ValueError as error:  # in band as well: a client would repeat a poll that gets a 500 for ever
+        logger.exception("the result of %s cannot be encoded", promise.request_id)
+        promise.result = RequestFailedResponse(
+            error=f"internal error: the result cannot be sent: {error}", category=RequestErrorCategory.Server
+        )
+        return codec.encode(promise.result, as_protobuf=False)
