@@ -29,6 +29,10 @@ class Answer:
     """Send only this many bytes of the body, then hang up."""
     drop: bool = False
     """Hang up without a word."""
+    pieces: int = 1
+    """Send the body in so many pieces."""
+    pause: float = 0.0
+    """Seconds between one piece and the next."""
 
     @property
     def data(self) -> bytes:
@@ -44,6 +48,8 @@ class Seen:
     headers: dict[str, str]
     body: bytes
     when: float
+    connection: int = 0
+    """The number of the connection it came over."""
 
     @property
     def json(self) -> Any:
@@ -68,6 +74,9 @@ class FaultyServer:
     def __init__(self) -> None:
         self.base_url = ""
         self.seen: list[Seen] = []
+        self.connections = 0
+        """How many connections were made so far."""
+        self.open_connections = 0
         self._scripts: dict[str, deque[Script]] = defaultdict(deque)
         self._lock = threading.Lock()
 
@@ -95,15 +104,19 @@ class FaultyServer:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, kept alive until an answer says otherwise."""
+        self.connections += 1
+        self.open_connections += 1
+        number = self.connections
         try:
-            while await self._exchange(reader, writer):
+            while await self._exchange(reader, writer, number):
                 pass
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
+            self.open_connections -= 1
             writer.close()
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, target, _ = head[0].split(" ", 2)
         pairs = (line.split(":", 1) for line in head[1:] if line)
@@ -111,7 +124,7 @@ class FaultyServer:
         body = await reader.readexactly(int(headers.get("content-length", "0")))
         if target.startswith("http://"):  # a request to a proxy names the whole address
             target = "/" + target.split("/", 3)[3]
-        seen = Seen(method, target.removeprefix("/api/v1/"), headers, body, time.monotonic())
+        seen = Seen(method, target.removeprefix("/api/v1/"), headers, body, time.monotonic(), number)
         answer = self._answer(seen)
         await asyncio.sleep(answer.delay)
         if answer.drop:
@@ -122,7 +135,14 @@ class FaultyServer:
             f"Content-Length: {len(answer.data)}",
             *(f"{name}: {value}" for name, value in answer.headers.items()),
         ]
-        writer.write("\r\n".join([*lines, "", ""]).encode() + answer.data[: answer.cut])
+        writer.write("\r\n".join([*lines, "", ""]).encode())
+        body = answer.data[: answer.cut]
+        size = max(1, -(-len(body) // answer.pieces))
+        for start in range(0, len(body), size):
+            if start:
+                await asyncio.sleep(answer.pause)
+            writer.write(body[start : start + size])
+            await writer.drain()
         await writer.drain()
         return answer.cut is None
 
