@@ -15,43 +15,7 @@ import tinkex
 ROOT = Path(__file__).parent.parent
 
 # Take a name out when it is there; a name that has to be put in is something that was lost.
-MISSING: set[str] = {
-    "AdminClient.get_telemetry",
-    "AdminClient.holder",
-    "AwaitableConcurrentFuture(future)",
-    "LossHandle",
-    "LossHandle.input_names",
-    "LossHandle.key",
-    "PerDatumLossFn",
-    "RequestOptions",
-    "RestClient.get_telemetry",
-    "RestClient.holder",
-    "RetryConfig",
-    "SamplingClient(retry_config)",
-    "SamplingClient(shadow)",
-    "SamplingClient.create",
-    "SamplingClient.feature_gates",
-    "SamplingClient.get_telemetry",
-    "SamplingClient.holder",
-    "SamplingClient.on_queue_state_change",
-    "SamplingClient.retry_handler",
-    "ServiceClient.create_custom_loss",
-    "ServiceClient.create_sampling_client(retry_config)",
-    "ServiceClient.create_sampling_client_async(retry_config)",
-    "ServiceClient.get_telemetry",
-    "ServiceClient.holder",
-    "Timeout",
-    "TrainingClient.create_sampling_client(retry_config)",
-    "TrainingClient.create_sampling_client_async(retry_config)",
-    "TrainingClient.forward_backward_custom(loss_type_input)",
-    "TrainingClient.forward_backward_custom_async(loss_type_input)",
-    "TrainingClient.get_telemetry",
-    "TrainingClient.holder",
-    "TrainingClient.save_weights_and_get_sampling_client(name)",
-    "TrainingClient.save_weights_and_get_sampling_client(retry_config)",
-    "TrainingClient.save_weights_and_get_sampling_client_async(name)",
-    "TrainingClient.save_weights_and_get_sampling_client_async(retry_config)",
-}
+MISSING: set[str] = set()
 
 
 @pytest.fixture(scope="module")

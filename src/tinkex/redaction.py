@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from tinkex.config import REDACTED, SECRET_HEADERS, Config
+from tinkex.config import Config
+from tinkex.exchanges import REDACTED, SECRET_HEADERS
 from tinkex.types.record import Record, to_builtins
 
 MOST_TEXT = 4_096

@@ -12,10 +12,10 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterator, Mapping
+from typing import Any, TypeVar
 
-from tinkex import codec, dialects, protocol
+from tinkex import codec, dialects, protocol, telemetry
 from tinkex.config import Config
 from tinkex.dialects import Receipt
 from tinkex.errors import APIStatusError, NotFoundError, TinkerError
@@ -23,6 +23,7 @@ from tinkex.futures import Future, QueueNotice, retrieve, start
 from tinkex.limits import DispatchGate, shared_gate, shared_response_budget
 from tinkex.protocol import PROTOCOL_VERSION, Operation
 from tinkex.runtime import runtime
+from tinkex.telemetry import Reporter
 from tinkex.transport import Reply, Transport, origin_of
 from tinkex.types.sessions import (
     CancelFutureRequest,
@@ -36,9 +37,6 @@ from tinkex.types.sessions import (
     FinishSessionRequest,
     SessionHeartbeatRequest,
 )
-
-if TYPE_CHECKING:
-    from tinkex.telemetry import Reporter
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
@@ -93,7 +91,18 @@ class Session:
         except BaseException:
             coroutine.close()
             raise
-        return await coroutine
+        with self.reporting():
+            return await coroutine
+        raise AssertionError("unreachable")
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Around a call: its failure is reported where failures are, which nobody waits for."""
+        try:
+            yield
+        except Exception as error:
+            telemetry.log_exception(self.telemetry, error)
+            raise
 
     async def opened(self) -> None:
         """Open the session if it is not open yet; a failed attempt is made anew by the next call."""
@@ -107,6 +116,10 @@ class Session:
         await self._configure()
         if not self.is_shadow:
             await self._create()
+            if telemetry.goes_by_itself(self.config):
+                self.telemetry = telemetry.init(
+                    self.session_id, self.config, telemetry.sender(self.transport), owner=self
+                )
         runtime().task(_heartbeat(weakref.ref(self), self.session_id))
         runtime().task(_keep_informed(weakref.ref(self)))
 
@@ -270,6 +283,8 @@ class Session:
         except TinkerError as error:
             logger.warning("the session could not be finished: %s", error)
         finally:
+            if self.telemetry is not None:
+                await self.telemetry.aclose()
             await self.transport.close()
 
 

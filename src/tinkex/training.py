@@ -97,6 +97,11 @@ class Outbox:
         return future
 
     async def _go(self, turn: Turn[T]) -> T:
+        with self._session.reporting():
+            return await self._take_turn(turn)
+        raise AssertionError("unreachable")
+
+    async def _take_turn(self, turn: Turn[T]) -> T:
         begun = False
 
         async def submit() -> Fetch[T]:
