@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +21,7 @@ from support import Wire, pass_json, sample_json, serving, step_json
 from tinkex import codec
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
+from tinkex.server import completions, handlers
 from tinkex.server.app import create_app
 from tinkex.server.promises import KEEP_READ, Log, Promises
 from tinkex.server.scheduler import Worker
@@ -27,6 +31,7 @@ from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.sessions import FuturesRetrieveResponse, RequestFailedResponse
 
 CLONE = 1_000_000_000
+HANDLERS_CONFIG = handlers.client_config
 
 
 @pytest.fixture
@@ -306,6 +311,11 @@ def test_results_beyond_the_loops_share_are_encoded_in_a_thread(
     head, payloads = carried(wire, asked(sampler, 1, inline_bytes=1 << 20))
     assert len(payloads) == len(head.completions) == 1
     assert not any(name.startswith("asyncio_") for name in small)
+    assert all(name.startswith("asyncio_") for name in threads)
+    threads.clear()
+    [request_id] = payloads
+    wire.send("retrieve_future", {"request_id": request_id}, headers={"Accept": codec.PROTOBUF})
+    assert threads
     assert all(name.startswith("asyncio_") for name in threads)
 
 
@@ -706,6 +716,11 @@ def test_an_announced_result_is_encoded_once(serve: Callable[..., Wire], monkeyp
     assert len(times) == 1
     assert wire.send("retrieve_future", {"request_id": request_id}, headers=headers).body == heard.body
     assert len(times) == 2, "once fetched, the bytes are not kept"
+    for is_announced in (True, False):
+        fields = {"request_id": request_id, "allow_metadata_only": is_announced}
+        heard = wire.send("retrieve_future", fields, headers=headers)
+    assert len(codec.decode(SampleResponse, heard.body, codec.PROTOBUF).sequences) == 1
+    assert len(times) == 3
 
 
 def test_clients_are_told_what_this_server_can_do(wire: Wire) -> None:
@@ -716,3 +731,61 @@ def test_clients_are_told_what_this_server_can_do(wire: Wire) -> None:
     assert config["create_model_via_load_weights"] is True
     assert config["custom_loss_server_side"] is False
     assert wire.post("client/dynamic_config", {"sdk_version": "0.36.0"})["sample_cancel_enabled"] is True
+
+
+OFFICIAL = """
+import pickle, time, tinker
+prompt = tinker.types.ModelInput.from_ints([1, 2, 3])
+params = tinker.types.SamplingParams(max_tokens=3, seed=1)
+with tinker.ServiceClient() as service:
+    sampler = service.create_sampling_client(base_model="fake")
+    futures = [sampler.sample(prompt=prompt, num_samples=2, sampling_params=params) for _ in range(40)]
+    results = [future.result(30) for future in futures]
+    assert all(len(result.sequences) == 2 for result in results)
+    copy = pickle.loads(pickle.dumps(sampler))
+    for result in (copy.sample(prompt=prompt, num_samples=2, sampling_params=params).result(30) for _ in range(3)):
+        assert [s.tokens for s in result.sequences] == [s.tokens for s in results[0].sequences]
+    try:
+        sampler.sample(tinker.types.ModelInput.from_ints([1] * 65), 1, params).result(30)
+    except tinker.RequestFailedError as error:
+        assert "65" in str(error)
+    else:
+        raise AssertionError("a prompt beyond the window was sampled from")
+    endless = sampler.sample(prompt, 1, tinker.types.SamplingParams(max_tokens=10**6))
+    time.sleep(0.5)
+    endless.cancel()
+    time.sleep(1.5)
+print("done with", tinker.__version__)
+"""
+
+
+def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
+    serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def client_config(state: Any, call: Any) -> Any:
+        answer = await HANDLERS_CONFIG(state, call)
+        return answer.model_copy(update={"sample_use_retrieve_futures": True})
+
+    clones, cancelled = set[int](), list[str]()
+    real_poll, real_cancel = completions.poll, handlers.cancel_future
+
+    async def poll(state: Any, request: Any) -> Any:
+        clones.add(request.target.cloned_sampler_id)
+        return await real_poll(state, request)
+
+    async def cancel_future(state: Any, call: Any) -> Any:
+        cancelled.append(call.request.request_id)
+        return await real_cancel(state, call)
+
+    monkeypatch.setitem(handlers.HANDLERS, "cancel_future", cancel_future)
+    monkeypatch.setitem(handlers.HANDLERS, "client_config", client_config)
+    monkeypatch.setattr(handlers, "poll", poll)
+    wire = serve(FakeEngine(step_delay=0.001), Limits(poll_seconds=5))
+    environment = {**os.environ, "TINKER_BASE_URL": wire.url, "TINKER_API_KEY": "tml-any", "TINKER_TELEMETRY": "0"}
+    run = subprocess.run(
+        [sys.executable, "-c", OFFICIAL], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "done with" in run.stdout
+    assert clones == {0, 1}, "the copy joined and polls for itself"
+    assert len(cancelled) == 1
