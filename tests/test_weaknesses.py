@@ -353,7 +353,7 @@ def test_w06_large_bodies_are_not_written_on_the_network_loop(
     client.forward_backward(many, "cross_entropy").result(20)
     sampler.sample(types.ModelInput.from_ints(np.arange(32_768) % 1000), 1, PARAMS).result(20)
     assert any(name != "tinkex" for name, _ in taken)
-    assert max(seconds for name, seconds in taken if name == "tinkex") < 0.01
+    assert max((seconds for name, seconds in taken if name == "tinkex"), default=0.0) < 0.01
 
 
 @pytest.mark.covers("W07")
