@@ -288,6 +288,7 @@ def test_the_newer_loss_configuration_wins() -> None:
     assert decoded.seq_id is None
 
 
+@pytest.mark.covers("W12")
 @pytest.mark.parametrize(
     ("dtype", "raw", "read_as", "values"),
     [
@@ -312,6 +313,7 @@ def test_narrow_tensors_are_widened(dtype: int, raw: bytes, read_as: str, values
     assert [record["x"].data for record in decoded.loss_fn_outputs] == [[values[0]], [values[1]]]
 
 
+@pytest.mark.covers("W24")
 def test_asset_pointers_cannot_be_trained_on() -> None:
     pointer = types.ImageAssetPointerChunk(format="png", location="there")
     body = types.ForwardBackwardInput(data=[types.Datum(types.ModelInput(chunks=[pointer]))], loss_fn="x")
@@ -699,6 +701,7 @@ REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
 ]
 
 
+@pytest.mark.covers("D23", "24.types.4")
 @pytest.mark.parametrize(
     ("op", "value", "text"), REQUESTS, ids=[f"{n}-{op.name}" for n, (op, *_) in enumerate(REQUESTS)]
 )

@@ -65,6 +65,7 @@ def test_a_thread_can_wait() -> None:
     assert isinstance(start(soon(ZeroDivisionError("oops"))).exception(5), ZeroDivisionError)
 
 
+@pytest.mark.covers("W25")
 def test_any_loop_can_wait() -> None:
     async def mine() -> list[Any]:
         future = start(soon())
@@ -93,6 +94,7 @@ def test_several_loops_and_threads_can_wait_for_one_future(gate: Gate) -> None:
         assert [item.result(5) for item in waiting] == ["done"] * 8
 
 
+@pytest.mark.covers("24.futures.10", "W26")
 def test_a_timeout_leaves_the_work_running(gate: Gate) -> None:
     future = start(gate.work())
     with pytest.raises(TimeoutError):
@@ -105,6 +107,7 @@ def test_a_timeout_leaves_the_work_running(gate: Gate) -> None:
     assert not gate.cancelled
 
 
+@pytest.mark.covers("24.futures.10", "W26")
 def test_an_async_timeout_leaves_the_work_running(gate: Gate) -> None:
     async def run() -> None:
         future = start(gate.work())
@@ -123,6 +126,7 @@ def test_an_async_timeout_leaves_the_work_running(gate: Gate) -> None:
     assert not gate.cancelled
 
 
+@pytest.mark.covers("W26")
 def test_a_cancelled_waiter_leaves_the_work_running(gate: Gate) -> None:
     async def run() -> None:
         future = start(gate.work())
@@ -197,6 +201,7 @@ def test_cancelling_before_the_start_is_quiet() -> None:
     assert ran == []
 
 
+@pytest.mark.covers("W25")
 def test_the_standard_tools_take_them() -> None:
     several = [start(soon(number, delay=0.01 * (3 - number))) for number in range(3)]
     done, pending = concurrent.futures.wait(several, timeout=5)
@@ -259,6 +264,7 @@ def test_waiting_on_a_running_loop_warns_and_works() -> None:
     assert asyncio.run(run()) == "done"
 
 
+@pytest.mark.covers("W15")
 def test_a_forked_child_gets_a_loop_of_its_own() -> None:
     import os
 
@@ -294,6 +300,7 @@ def test_outputs_are_joined_in_order() -> None:
     assert joined.loss_fn_output_type == "ArrayRecord"
 
 
+@pytest.mark.covers("C65")
 def test_every_reduction() -> None:
     first = {"a__mean": 1.0, "b__sum": 1.0, "c__min": 1.0, "d__max": 1.0, "e__slack": 1.0, "f__hash2": 2.0**63}
     second = {"a__mean": 4.0, "b__sum": 4.0, "c__min": 4.0, "d__max": 4.0, "e__slack": 4.0, "f__hash2": 2.0**63}
@@ -315,6 +322,7 @@ def test_metrics_without_a_known_reduction_are_averaged_and_none_is_lost() -> No
     assert joined.metrics == {"a:last": 2.5, "plain": 5.0, "b:sum": 1.0}
 
 
+@pytest.mark.covers("D25", "W13")
 def test_means_over_nothing_are_not_an_error() -> None:
     assert combine([output(0, a__mean=1.0), output(0, a__mean=2.0)]).metrics == {"a:mean": 0.0}
 
@@ -373,6 +381,7 @@ def poll(
     return asyncio.run(run())
 
 
+@pytest.mark.covers("C57", "W20")
 def test_a_result_that_is_there_takes_one_request(faulty: FaultyServer, waits: list[float]) -> None:
     result = poll(faulty, RESULT)
     assert result.metrics == {"loss:sum": 1.0}
@@ -406,6 +415,7 @@ PENDING = [
 ]
 
 
+@pytest.mark.covers("24.futures.3", "W09")
 @pytest.mark.parametrize("pending", PENDING, ids=lambda answer: f"{answer.status}-{len(answer.data)}")
 def test_an_early_no_is_not_asked_again_at_once(faulty: FaultyServer, waits: list[float], pending: Answer) -> None:
     assert poll(faulty, *[pending] * 5, RESULT).metrics == {"loss:sum": 1.0}
@@ -417,6 +427,7 @@ def test_an_early_no_is_not_asked_again_at_once(faulty: FaultyServer, waits: lis
     assert "x-tinker-create-promise-roundtrip-time" not in seen[1].headers
 
 
+@pytest.mark.covers("24.futures.3")
 @pytest.mark.parametrize("pending", [PENDING[0], PENDING[3]], ids=["408", "try_again"])
 def test_a_held_no_is_asked_again_at_once(
     faulty: FaultyServer, waits: list[float], monkeypatch: pytest.MonkeyPatch, pending: Answer
@@ -432,6 +443,7 @@ def test_only_a_poll_of_a_second_counts_as_held() -> None:
     assert futures.POLL_TIMEOUT == 45.0
 
 
+@pytest.mark.covers("24.futures.6")
 def test_large_results_are_announced_first(faulty: FaultyServer, waits: list[float]) -> None:
     announced = Answer(body={"status": "complete_metadata", "response_payload_size": 1000})
     assert poll(faulty, announced, RESULT).metrics == {"loss:sum": 1.0}
@@ -441,6 +453,7 @@ def test_large_results_are_announced_first(faulty: FaultyServer, waits: list[flo
     assert waits == []
 
 
+@pytest.mark.covers("24.futures.2", "24.futures.3", "D15", "W09")
 @pytest.mark.parametrize("fault", [Answer(500), Answer(503, {"detail": "x"}), Answer(429), Answer(drop=True)], ids=str)
 def test_passing_faults_back_off(faulty: FaultyServer, waits: list[float], fault: Answer) -> None:
     assert poll(faulty, fault, fault, fault, RESULT).metrics == {"loss:sum": 1.0}
@@ -461,6 +474,7 @@ def test_the_server_may_ask_for_time(faulty: FaultyServer, waits: list[float], s
     assert waits == [7.0]
 
 
+@pytest.mark.covers("W17")
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
@@ -483,6 +497,7 @@ def test_refusals_are_final_and_typed(
     assert len(faulty.requests("retrieve_future")) == 1
 
 
+@pytest.mark.covers("24.futures.5")
 def test_patience_with_a_broken_server_ends(faulty: FaultyServer, waits: list[float]) -> None:
     with pytest.raises(tinkex.InternalServerError, match="broken") as caught:
         poll(faulty, Answer(500, {"detail": "broken"}, delay=0.02), patience=0.2)
@@ -501,6 +516,7 @@ def test_waiting_for_a_slow_result_has_no_end(faulty: FaultyServer, waits: list[
     assert poll(faulty, *[Answer(408, delay=0.05)] * 6, RESULT, patience=0.1).metrics == {"loss:sum": 1.0}
 
 
+@pytest.mark.covers("W17")
 @pytest.mark.parametrize(
     ("given", "category"),
     [
@@ -526,6 +542,7 @@ def test_a_failed_operation_is_final(
     assert (str(back), back.category, back.request_id) == (str(error), error.category, "r1")
 
 
+@pytest.mark.covers("C58", "D06", "W17")
 @pytest.mark.parametrize(
     "answer",
     [
@@ -543,6 +560,7 @@ def test_results_out_of_form_name_the_operation(faulty: FaultyServer, answer: An
         poll(faulty, answer, RESULT)
 
 
+@pytest.mark.covers("W06")
 def test_a_large_result_is_decoded_off_the_loop(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
     original = Transport.decode
@@ -559,6 +577,7 @@ def test_a_large_result_is_decoded_off_the_loop(faulty: FaultyServer, monkeypatc
     assert threads[0] != threading.get_ident()
 
 
+@pytest.mark.covers("24.sampling.1")
 def test_futures_of_a_closed_client_end(faulty: FaultyServer) -> None:
     """Closing the client ends what still waits, at once, and opens nothing again."""
     faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))

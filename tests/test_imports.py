@@ -32,15 +32,18 @@ def best_cpu_seconds(setup: str, statement: str) -> float:
     return min(float(run(code)) for _ in range(3))
 
 
+@pytest.mark.covers("W11")
 def test_importing_is_quick() -> None:
     assert best_cpu_seconds("", "import tinkex") < 0.15
 
 
+@pytest.mark.covers("W11")
 def test_a_service_client_is_ready_soon() -> None:
     made = 'from tinkex import ServiceClient\nclient = ServiceClient(base_url="http://127.0.0.1:1")'
     assert best_cpu_seconds("", made) < 0.4
 
 
+@pytest.mark.covers("W11")
 @pytest.mark.parametrize(
     "code",
     [

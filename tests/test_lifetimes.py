@@ -66,6 +66,7 @@ def test_an_error_in_the_block_is_what_the_caller_sees(tmp_path: Path, caplog: p
         assert "3 calls under way: they are dropped" in caplog.text or "2 calls" in caplog.text
 
 
+@pytest.mark.covers("W06")
 def test_user_code_in_losses_may_wait_for_the_service(fake_service: Make) -> None:
     """More losses at once than a pool has threads, each waiting for samples."""
     service = fake_service()
@@ -123,6 +124,7 @@ def test_a_program_that_forgets_to_close_ends_quietly_and_its_session_is_finishe
         assert Wire(url).send("session_heartbeat", {"session_id": session}).status == 410
 
 
+@pytest.mark.covers("W15")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_can_make_clients_of_its_own() -> None:
     done = run_program(
@@ -271,6 +273,7 @@ def test_a_checkpoint_of_another_base_model_is_refused(tmp_path: Path, model_dir
             loading.result()
 
 
+@pytest.mark.covers("W05")
 def test_a_nameless_save_sent_again_with_another_number_is_the_same_request(tmp_path: Path) -> None:
     """As the official client sends it: the sampler's number counts up when a reply was lost."""
     with serving(FakeEngine(), tmp_path) as url:

@@ -42,6 +42,7 @@ async def holder(budget: ByteBudget, size: int, release: asyncio.Event, log: lis
         await release.wait()
 
 
+@pytest.mark.covers("C71")
 async def test_a_budget_may_be_overdrawn_once_and_then_blocks_in_order() -> None:
     budget, log = ByteBudget(1000), list[int]()
     releases = [asyncio.Event() for _ in range(5)]
@@ -76,6 +77,7 @@ async def test_a_cancelled_waiter_takes_nothing_with_it() -> None:
     assert log == [20, 5]
 
 
+@pytest.mark.covers("C71")
 async def test_a_failing_holder_gives_back() -> None:
     budget = ByteBudget(10)
     with pytest.raises(RuntimeError):
@@ -84,6 +86,7 @@ async def test_a_failing_holder_gives_back() -> None:
     assert budget.left == 10
 
 
+@pytest.mark.covers("D26")
 def test_a_longer_pause_is_not_shortened() -> None:
     clock = Clock()
     backoff = Backoff(clock)
@@ -97,6 +100,7 @@ def test_a_longer_pause_is_not_shortened() -> None:
     assert not backoff.recently
 
 
+@pytest.mark.covers("D29")
 async def test_a_pause_is_waited_for_even_when_prolonged(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, slept = Clock(), list[float]()
     backoff = Backoff(clock)
@@ -113,6 +117,7 @@ async def test_a_pause_is_waited_for_even_when_prolonged(monkeypatch: pytest.Mon
     assert slept == [2, 3]
 
 
+@pytest.mark.covers("24.sampling.2")
 @pytest.mark.parametrize(
     ("size", "retry_after", "seconds"),
     [(10, None, 1), (131_072, None, 1), (131_073, None, 5), (10, 7.0, 7), (200_000, 2.0, 5)],
@@ -126,6 +131,7 @@ def test_back_pressure_pauses_by_size_or_as_the_server_asks(
     assert gate.backoff.until == pytest.approx(clock.now + seconds)
 
 
+@pytest.mark.covers("C70", "24.code.13")
 async def test_few_pass_after_back_pressure_and_their_bytes_weigh_more() -> None:
     clock = Clock()
     gate, inside, release = DispatchGate(100_000, Backoff(clock)), list[int](), asyncio.Event()
@@ -174,6 +180,7 @@ async def fine() -> str:
     return "fine"
 
 
+@pytest.mark.covers("C88")
 async def test_a_breaker_opens_probes_and_closes() -> None:
     clock = Clock()
     breaker = CircuitBreaker("r", failure_threshold=3, reset_seconds=30, clock=clock)
@@ -205,6 +212,7 @@ async def test_refusals_are_answers() -> None:
     assert breaker.state == "closed"
 
 
+@pytest.mark.covers("C88")
 async def test_success_forgets_failures_in_a_row() -> None:
     breaker = CircuitBreaker(failure_threshold=2)
     for _ in range(3):
@@ -214,6 +222,7 @@ async def test_success_forgets_failures_in_a_row() -> None:
     assert breaker.state == "closed"
 
 
+@pytest.mark.covers("D09", "24.code.22")
 async def test_only_so_many_probes_at_once() -> None:
     clock, release = Clock(), asyncio.Event()
     breaker = CircuitBreaker(failure_threshold=1, half_open_calls=1, clock=clock)

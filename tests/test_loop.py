@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import tinkex
 from support import whole_loop
 
@@ -22,6 +24,7 @@ print("whole loop done with", tinker.__version__)
 """
 
 
+@pytest.mark.covers("C36", "C41", "C44", "C46", "C49", "D18", "24.service.6")
 def test_our_client_runs_the_whole_loop(service: tinkex.ServiceClient) -> None:
     whole_loop(service, tinkex.types)
 

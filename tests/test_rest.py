@@ -336,6 +336,7 @@ def check(case: Case, seen: Seen, name: str) -> None:
         assert seen.headers["x-idempotency-key"]
 
 
+@pytest.mark.covers("C79", "24.rest.1", "24.rest.6", "24.rest.8", "W25")
 @each
 def test_each_method_and_its_twin(faulty: FaultyServer, client: RestClient, admin: AdminClient, case: Case) -> None:
     user: Any = admin if case.admin else client
@@ -358,6 +359,7 @@ def test_each_method_and_its_twin(faulty: FaultyServer, client: RestClient, admi
         check(case, seen, case.name)
 
 
+@pytest.mark.covers("C79", "W25")
 def test_every_method_has_a_case_and_a_twin() -> None:
     apart = {"close", "get_telemetry", "holder", "whoami", "with_raw_response"}
     for kind, cases in ((RestClient, CASES), (AdminClient, ADMIN_CASES)):
@@ -374,6 +376,7 @@ def test_every_rest_operation_has_a_case() -> None:
         assert any(pattern.fullmatch(path) for pattern in patterns.values()), path
 
 
+@pytest.mark.covers("C15")
 def test_a_foreign_token_travels_as_a_header(faulty: FaultyServer, client: RestClient) -> None:
     faulty.script("copy_weights", Answer(503), Answer(body={"tinker_path": "t"}))
     client.copy_weights("a", "p", weights_access_token="tml-other").result(10)
@@ -452,6 +455,7 @@ REFUSED_ADMIN: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
 numbered = [f"{name}-{n}" for n, (name, *_) in enumerate([*REFUSED, *REFUSED_ADMIN])]
 
 
+@pytest.mark.covers("C80", "C82", "C83", "24.rest.4", "24.rest.5")
 @pytest.mark.parametrize(("name", "args", "keywords", "told"), [*REFUSED, *REFUSED_ADMIN], ids=numbered)
 def test_what_makes_no_sense_is_refused_before_anything_is_sent(
     faulty: FaultyServer,
@@ -499,6 +503,7 @@ def test_parts_of_searches_are_checked() -> None:
 # ── answers that need more than reading ──────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("24.rest.7")
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
@@ -629,6 +634,7 @@ def test_a_trace_is_waited_for(faulty: FaultyServer, client: RestClient, caplog:
 # ── archives ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("C81", "24.rest.2", "24.rest.3")
 def test_an_archive_being_packed_is_asked_for_again(faulty: FaultyServer, client: RestClient) -> None:
     packed = Answer(302, headers={"Location": "https://store/a?sig=%2F", "Expires": "Thu, 01 Jan 2026 00:00:00 GMT"})
     faulty.script(f"{ADDRESS}/archive", Answer(503), Answer(503), packed)
@@ -639,6 +645,7 @@ def test_an_archive_being_packed_is_asked_for_again(faulty: FaultyServer, client
     assert [signature.parameters[name].default for name in ("max_retries", "retry_delay")] == [6, 30.0]
 
 
+@pytest.mark.covers("C81")
 def test_an_archive_that_is_never_packed_is_an_error(faulty: FaultyServer, client: RestClient) -> None:
     faulty.script(f"{ADDRESS}/archive", Answer(503, {"detail": "packing"}))
     with pytest.raises(tinkex.InternalServerError, match="packing") as caught:
@@ -646,6 +653,7 @@ def test_an_archive_that_is_never_packed_is_an_error(faulty: FaultyServer, clien
     assert caught.value.attempts == len(faulty.seen) == 2
 
 
+@pytest.mark.covers("C81")
 @pytest.mark.parametrize("answer", [Answer(500), Answer(429), Answer(404), Answer(409)], ids=lambda a: str(a.status))
 def test_nothing_else_about_archives_is_tried_again(faulty: FaultyServer, client: RestClient, answer: Answer) -> None:
     faulty.script(f"{ADDRESS}/archive", answer)
@@ -670,6 +678,7 @@ def test_an_archive_address_without_an_expiry_is_good_for_a_while(
 LOG = {"entries": [{"timestamp": "2026-01-01T00:00:00Z", "event": "e"}]}
 
 
+@pytest.mark.covers("W04")
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_another_origin_never_sees_the_key(
     faulty: FaultyServer, elsewhere: FaultyServer, monkeypatch: pytest.MonkeyPatch, status: int
@@ -698,6 +707,7 @@ def test_the_same_origin_keeps_the_key(faulty: FaultyServer, admin: AdminClient)
     assert [seen.headers.get("x-api-key") for seen in faulty.seen] == [KEY, KEY]
 
 
+@pytest.mark.covers("W04")
 def test_the_key_does_not_come_back_by_a_detour(
     faulty: FaultyServer, elsewhere: FaultyServer, admin: AdminClient
 ) -> None:
@@ -716,6 +726,7 @@ def test_redirects_end(faulty: FaultyServer, admin: AdminClient) -> None:
     assert len(faulty.seen) == 1 + transport.MOST_REDIRECTS
 
 
+@pytest.mark.covers("24.code.4")
 @pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://x/y", "http://[", "http://x:port/", ""], ids=repr)
 def test_only_web_addresses_are_followed(faulty: FaultyServer, admin: AdminClient, location: str) -> None:
     faulty.script("audit?event_type=all", Answer(302, headers={"Location": location} if location else {}))
@@ -734,6 +745,7 @@ def test_errors_of_the_other_place_name_it(faulty: FaultyServer, elsewhere: Faul
     assert "sig=secret" not in str(caught.value)
 
 
+@pytest.mark.covers("W04")
 def test_only_reading_is_sent_on(faulty: FaultyServer, elsewhere: FaultyServer, client: RestClient) -> None:
     for path in (ADDRESS, f"{ADDRESS}/publish", f"{ADDRESS}/ttl"):
         faulty.script(path, Answer(307, headers={"Location": f"{elsewhere.base_url}/there"}))
@@ -798,6 +810,7 @@ def test_no_session_is_opened(faulty: FaultyServer, client: RestClient) -> None:
     assert len(faulty.seen) == 1
 
 
+@pytest.mark.covers("C39")
 def test_a_service_client_makes_one(faulty: FaultyServer) -> None:
     faulty.script("sessions?limit=20&offset=0&access_scope=owned", Answer(body={"sessions": ["x"]}))
     with tinkex.ServiceClient(base_url=faulty.base_url, api_key=KEY) as service:

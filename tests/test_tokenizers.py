@@ -32,6 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
+@pytest.mark.covers("C54", "C77")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_both_clients_have_the_models_tokenizer(server_url: str, backend: str) -> None:
     with ServiceClient(base_url=server_url) as service:

@@ -92,6 +92,7 @@ def reset(client: TrainingClient, **changes: Any) -> None:
 # ── order ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("C42", "D27")
 def test_calls_are_executed_in_the_order_they_were_made(client: TrainingClient, log: Log, numbers: list[int]) -> None:
     futures: list[Any] = []
     for _ in range(5):
@@ -114,6 +115,7 @@ def test_calls_return_before_anything_is_done(client: TrainingClient, log: Log) 
     assert len({future.result(20).metrics["loss:sum"] for future in futures}) == 1
 
 
+@pytest.mark.covers("C42")
 def test_calls_are_submitted_without_waiting_for_results(client: TrainingClient, log: Log, numbers: list[int]) -> None:
     log.gate.clear()
     futures = [client.optim_step(STEP) for _ in range(6)]
@@ -127,6 +129,7 @@ def test_calls_are_submitted_without_waiting_for_results(client: TrainingClient,
         future.result(20)
 
 
+@pytest.mark.covers("D27")
 def test_many_threads_share_a_client(client: TrainingClient, log: Log, numbers: list[int]) -> None:
     """Each thread's own calls stay in its order, and no number is used twice or left out."""
     lock = threading.Lock()
@@ -164,6 +167,7 @@ def many(count: int) -> list[types.Datum]:
     return [datum(index, index + 1, index + 2) for index in range(count)]
 
 
+@pytest.mark.covers("C43", "D01")
 @pytest.mark.parametrize(
     ("changes", "count", "chunks"),
     [
@@ -215,6 +219,7 @@ def test_the_gradient_of_chunks_is_the_gradient_of_the_whole(service: ServiceCli
 # ── nothing is held up ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("C56", "D13")
 def test_a_failed_call_does_not_hold_up_the_next(client: TrainingClient, log: Log, numbers: list[int]) -> None:
     log.errors = {1: EngineError("not this one"), 2: RuntimeError("nor this one")}
     bad, worse = client.forward_backward(DATA, "cross_entropy"), client.optim_step(STEP)
@@ -229,6 +234,7 @@ def test_a_failed_call_does_not_hold_up_the_next(client: TrainingClient, log: Lo
     assert numbers == [1, 2, 3]
 
 
+@pytest.mark.covers("W01")
 def test_a_failed_chunk_does_not_hold_up_the_next_call(client: TrainingClient, log: Log) -> None:
     reset(client, fwdbwd_max_chunk_len=1)
     log.errors = {2: EngineError("the second of three")}
@@ -238,6 +244,7 @@ def test_a_failed_chunk_does_not_hold_up_the_next_call(client: TrainingClient, l
     assert good.result(2).metrics is not None
 
 
+@pytest.mark.covers("W02")
 def test_a_call_cancelled_while_it_waits_leaves_no_gap(
     client: TrainingClient, log: Log, numbers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +269,7 @@ def test_a_call_cancelled_while_it_waits_leaves_no_gap(
     assert log.calls == ["optim_step"] * 3
 
 
+@pytest.mark.covers("W02")
 def test_a_call_cancelled_while_it_is_sent_still_arrives(
     client: TrainingClient, log: Log, numbers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +290,7 @@ def test_a_call_cancelled_while_it_is_sent_still_arrives(
     assert log.calls == ["forward_backward", "optim_step"]
 
 
+@pytest.mark.covers("W02", "W26")
 def test_a_timed_out_wait_does_not_hold_up_the_next(client: TrainingClient, log: Log) -> None:
     log.gate.clear()
     first = client.forward_backward(DATA, "cross_entropy")
@@ -308,6 +317,7 @@ REFUSED: dict[str, Callable[[TrainingClient], Any]] = {
 }
 
 
+@pytest.mark.covers("C56", "W01")
 @pytest.mark.parametrize("call", UNSENDABLE | REFUSED)
 def test_a_call_that_cannot_be_sent_does_not_hold_up_the_next(fake_service: Make, call: str) -> None:
     service = fake_service(FakeEngine(), limits=Limits(gap_seconds=0.5))
@@ -324,6 +334,7 @@ def test_a_call_that_cannot_be_sent_says_so(client: TrainingClient, call: str) -
         UNSENDABLE[call](client).result(5)
 
 
+@pytest.mark.covers("W01")
 def test_a_refused_chunk_does_not_hold_up_the_next_call(fake_service: Make) -> None:
     """One of three chunks is too large for the server."""
     service = fake_service(FakeEngine(), limits=Limits(gap_seconds=0.5, body_bytes=3000))
@@ -342,6 +353,7 @@ def test_an_oversize_body_is_refused_in_words(fake_service: Make) -> None:
         client.forward_backward([datum(*range(500))], "cross_entropy").result(5)
 
 
+@pytest.mark.covers("24.code.17")
 def test_an_empty_batch_is_refused_at_once(client: TrainingClient, numbers: list[int]) -> None:
     for method in (client.forward, client.forward_backward):
         with pytest.raises(ValueError, match="data is empty"):
@@ -357,6 +369,7 @@ def weighted(_: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.
     return loss, {"seen:sum": float(len(logprobs))}
 
 
+@pytest.mark.covers("C55", "24.custom.3")
 def test_a_custom_loss_trains_through_cross_entropy(service: ServiceClient, log: Log) -> None:
     custom = service.create_lora_training_client("fake", rank=4)
     plain = service.create_lora_training_client("fake", rank=4)
@@ -372,6 +385,7 @@ def test_a_custom_loss_trains_through_cross_entropy(service: ServiceClient, log:
     assert log.calls == ["forward_backward"] * 3 + ["optim_step"] * 2
 
 
+@pytest.mark.covers("C55")
 def test_a_custom_loss_takes_its_turn(client: TrainingClient, log: Log) -> None:
     before = client.optim_step(STEP)
     custom = client.forward_backward_custom(DATA, weighted)
@@ -381,6 +395,7 @@ def test_a_custom_loss_takes_its_turn(client: TrainingClient, log: Log) -> None:
     assert log.calls == ["optim_step", "forward_backward", "forward_backward", "optim_step"]
 
 
+@pytest.mark.covers("W06")
 def test_a_custom_loss_runs_off_the_network_thread(client: TrainingClient) -> None:
     names: list[str] = []
 
@@ -464,6 +479,7 @@ def test_a_wrong_model_name_lists_the_ones_there_are(service: ServiceClient) -> 
         service.create_sampling_client(base_model="flake")
 
 
+@pytest.mark.covers("C37", "24.service.4")
 def test_a_sampler_needs_a_source(service: ServiceClient) -> None:
     with pytest.raises(ValueError, match="model_path or base_model"):
         service.create_sampling_client()
@@ -498,6 +514,7 @@ PROMPT = types.ModelInput.from_ints([5, 6, 7])
 PARAMS = types.SamplingParams(max_tokens=4, seed=1)
 
 
+@pytest.mark.covers("C75", "D16", "24.sampling.8")
 def test_samples_carry_ids_and_log_probabilities(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="fake")
     drawn = sampler.sample(PROMPT, 3, PARAMS, include_prompt_logprobs=True, topk_prompt_logprobs=2).result(10)
@@ -522,6 +539,7 @@ def test_many_samples_at_once(service: ServiceClient) -> None:
     assert len({tuple(sequence.tokens) for sequence in drawn}) > 50
 
 
+@pytest.mark.covers("C50", "C51", "C52")
 def test_a_sampler_of_the_present_weights(service: ServiceClient, client: TrainingClient) -> None:
     before = client.save_weights_and_get_sampling_client()
     client.forward_backward([datum(*range(60))], "cross_entropy")
@@ -566,6 +584,7 @@ def train(client: TrainingClient, steps: int = 2) -> list[float]:
     return [future.result(20).metrics["loss:sum"] for future in losses]
 
 
+@pytest.mark.covers("C36", "C48")
 def test_a_run_resumes_where_it_was(service: ServiceClient, client: TrainingClient, numbers: list[int]) -> None:
     train(client)
     path = client.save_state("a", user_metadata={"why": "test"}).result(10).path
@@ -600,6 +619,7 @@ def test_the_wrong_checkpoint_is_told_apart(service: ServiceClient, client: Trai
 # ── async twins ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("C38", "C40")
 def test_the_whole_surface_from_a_loop(service: ServiceClient) -> None:
     async def run() -> None:
         capabilities = await service.get_server_capabilities_async()
@@ -640,6 +660,7 @@ def test_the_whole_surface_from_a_loop(service: ServiceClient) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.covers("W07")
 def test_a_loop_is_not_blocked_by_what_a_client_does(fake_service: Make) -> None:
     service = fake_service(FakeEngine(delay=0.1))
 

@@ -71,6 +71,7 @@ def call(
 # ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("C15", "24.http.1", "24.http.6", "24.code.2")
 @pytest.mark.parametrize(
     "fault",
     [
@@ -96,6 +97,7 @@ def test_passing_faults_are_tried_again(faulty: FaultyServer, waits: list[float]
     assert len({request.body for request in seen}) == 1
 
 
+@pytest.mark.covers("C15")
 def test_each_call_has_a_key_of_its_own(faulty: FaultyServer) -> None:
     faulty.script("create_session", OK)
     call(faulty.base_url)
@@ -106,6 +108,7 @@ def test_each_call_has_a_key_of_its_own(faulty: FaultyServer) -> None:
     assert "x-idempotency-key" not in faulty.requests("healthz")[0].headers
 
 
+@pytest.mark.covers("D12", "W17")
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 413, 418, 422, 302])
 def test_refusals_are_final(faulty: FaultyServer, waits: list[float], status: int) -> None:
     faulty.script("create_session", Answer(status, {"detail": "no, because"}), OK)
@@ -120,6 +123,7 @@ def test_refusals_are_final(faulty: FaultyServer, waits: list[float], status: in
     assert str(status) in error.message
 
 
+@pytest.mark.covers("W17")
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
@@ -155,6 +159,7 @@ def test_waits_grow_and_are_bounded() -> None:
     assert len({backoff(3) for _ in range(20)}) > 1
 
 
+@pytest.mark.covers("C21", "24.http.2")
 @pytest.mark.parametrize(
     ("headers", "wait"),
     [
@@ -188,6 +193,7 @@ def test_patience_ends(faulty: FaultyServer) -> None:
     assert caught.value.attempts == len(faulty.requests("create_session")) == 2
 
 
+@pytest.mark.covers("W23")
 def test_a_conflict_has_two_seconds(faulty: FaultyServer) -> None:
     faulty.script("create_session", Answer(409, {"detail": "taken"}))
     began = time.monotonic()
@@ -204,6 +210,7 @@ def test_without_patience_there_is_one_attempt(faulty: FaultyServer) -> None:
     assert "attempts" not in caught.value.message
 
 
+@pytest.mark.covers("W14")
 def test_a_slow_answer_times_out(faulty: FaultyServer) -> None:
     faulty.script("create_session", Answer(body={"session_id": "s"}, delay=5))
     with pytest.raises(tinkex.APITimeoutError, match=r"create_session.*within 0.2 s") as caught:
@@ -211,6 +218,7 @@ def test_a_slow_answer_times_out(faulty: FaultyServer) -> None:
     assert isinstance(caught.value, TimeoutError)
 
 
+@pytest.mark.covers("W03")
 def test_the_first_retry_is_logged_without_the_key(
     faulty: FaultyServer, waits: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -237,6 +245,7 @@ def test_no_key_is_sent_when_there_is_none(faulty: FaultyServer) -> None:
     assert seen.headers["user-agent"].startswith("tinkex/")
 
 
+@pytest.mark.covers("W03")
 def test_the_key_travels_in_one_header(faulty: FaultyServer) -> None:
     faulty.script("create_session", OK)
     call(faulty.base_url, key=SECRET)
@@ -246,6 +255,7 @@ def test_the_key_travels_in_one_header(faulty: FaultyServer) -> None:
     assert SECRET.encode() not in seen.body
 
 
+@pytest.mark.covers("W03")
 @pytest.mark.parametrize(
     "fault", [Answer(401, {"detail": "bad key"}), Answer(500), Answer(drop=True), Answer(body=b"{")]
 )
@@ -261,6 +271,7 @@ def test_errors_do_not_give_the_key_away(faulty: FaultyServer, fault: Answer) ->
         error = error.__cause__ or error.__context__
 
 
+@pytest.mark.covers("W04")
 def test_redirects_are_not_followed(faulty: FaultyServer) -> None:
     with faulty_server() as elsewhere:
         elsewhere.script("create_session", OK)
@@ -302,6 +313,7 @@ def test_a_path_in_the_base_url_stays(faulty: FaultyServer) -> None:
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("D12", "W17")
 @pytest.mark.parametrize(
     ("body", "content_type"),
     [
@@ -324,12 +336,14 @@ def test_answers_out_of_form_name_the_endpoint(faulty: FaultyServer, body: bytes
     assert len(faulty.requests("create_session")) == 1
 
 
+@pytest.mark.covers("W17")
 def test_a_missing_field_is_named(faulty: FaultyServer) -> None:
     faulty.script("create_session", Answer(body={"other": 1}))
     with pytest.raises(tinkex.APIResponseValidationError, match="session_id"):
         call(faulty.base_url)
 
 
+@pytest.mark.covers("C19", "24.code.1")
 def test_compressed_answers_are_read(faulty: FaultyServer) -> None:
     import gzip
 
@@ -347,6 +361,7 @@ def closed_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.covers("24.http.6", "W10")
 def test_an_unreachable_server_is_named_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first contact has a patience of its own, here shortened."""
     original = Config.resolve
@@ -374,6 +389,7 @@ def _fields(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in Config.__dataclass_fields__}
 
 
+@pytest.mark.covers("W10")
 def test_the_first_contact_is_not_awaited_for_minutes() -> None:
     assert Config(base_url="local").first_contact_patience <= 10
 
@@ -393,6 +409,7 @@ def test_nothing_is_sent_before_the_first_call(faulty: FaultyServer) -> None:
     assert faulty.seen == []
 
 
+@pytest.mark.covers("C10", "C33")
 def test_the_session_is_opened_once_for_many_callers(faulty: FaultyServer) -> None:
     import threading
 
@@ -410,6 +427,7 @@ def test_the_session_is_opened_once_for_many_callers(faulty: FaultyServer) -> No
     assert finish.json == {"reason": {"type": "success"}, "detail": None}
 
 
+@pytest.mark.covers("C33")
 @pytest.mark.parametrize(("error", "reason"), [(ValueError("oops"), "errored"), (KeyboardInterrupt(), "interrupted")])
 def test_the_session_says_how_it_ended(faulty: FaultyServer, error: BaseException, reason: str) -> None:
     faulty.script("get_server_capabilities", Answer(body={"supported_models": []}))
@@ -446,6 +464,7 @@ def test_messages_of_the_server_reach_the_log(faulty: FaultyServer, caplog: pyte
     assert found["alas"] == "ERROR"
 
 
+@pytest.mark.covers("W16")
 def test_a_dropped_client_lets_its_connections_go(faulty: FaultyServer) -> None:
     faulty.script("create_session", OK)
     faulty.script("get_server_capabilities", Answer(body={"supported_models": []}))

@@ -24,6 +24,7 @@ from tinkex.types.record import Record
 # ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("W24")
 @pytest.mark.parametrize(
     ("value", "dtype", "values"),
     [
@@ -173,6 +174,7 @@ def test_malformed_tensors_on_the_wire_are_refused(wire: Any) -> None:
 # ── model inputs ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("W24")
 @pytest.mark.parametrize(
     "tokens",
     [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), np.array([1, 2, 3], dtype=np.uint8), np.array([1, 2, 3], np.int32)],
@@ -349,6 +351,7 @@ def test_a_datum_survives_the_wire() -> None:
 # ── sampling parameters ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("24.types.3")
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -407,7 +410,7 @@ EXAMPLES: list[Any] = [
 RECORD_IDS = [type(record).__name__ for record in EXAMPLES]
 
 
-@pytest.mark.covers("C90")
+@pytest.mark.covers("C90", "24.types.5")
 @pytest.mark.parametrize("record", EXAMPLES, ids=RECORD_IDS)
 def test_records_survive_json(record: Record) -> None:
     kind = type(record)
@@ -478,7 +481,7 @@ def test_copies_are_changed_and_originals_are_not() -> None:
         params.beta1 = 0.1  # type: ignore[misc]
 
 
-@pytest.mark.covers("C90")
+@pytest.mark.covers("C90", "24.types.4")
 def test_absent_fields_are_left_out_on_request() -> None:
     lora = types.LoraConfig(rank=4)
     assert lora.model_dump()["seed"] is None
@@ -787,7 +790,7 @@ def test_numbers_of_numpy_can_be_sent() -> None:
 # ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("C90")
+@pytest.mark.covers("C90", "24.types.3")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -831,7 +834,7 @@ def test_later_versions_of_a_known_optimizer_pass_through() -> None:
 # ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("C90")
+@pytest.mark.covers("C90", "24.types.7")
 def test_tables_of_older_dialects_are_read() -> None:
     wire = {
         "sequences": [{"stop_reason": "stop", "tokens": [1], "logprobs": [-0.5]}],
@@ -894,7 +897,7 @@ def test_a_result_knows_its_loss(metrics: dict[str, float], loss: float | None) 
 # ── enumerations and other helpers ───────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("C90")
+@pytest.mark.covers("C90", "24.types.1")
 def test_literals_are_parsed_or_none() -> None:
     assert types.literal_values(types.TensorDtype) == ("int64", "float32")
     assert types.literal_values(types.LossFnType)[:2] == ("cross_entropy", "importance_sampling")
@@ -1025,6 +1028,7 @@ def test_precision_loss_is_told() -> None:
         types.dtype_of(np.zeros(1, kept), warn=True)
 
 
+@pytest.mark.covers("C78")
 def test_sizes_are_estimated() -> None:
     prompt = types.ModelInput.from_ints([1, 2]).append(image())
     assert prompt.estimated_bytes == 20 + 4
@@ -1069,7 +1073,7 @@ def test_unknown_events_are_dropped_when_a_batch_is_read() -> None:
 PART = st.text(st.characters(exclude_characters="/", exclude_categories=["Cs"]), min_size=1, max_size=12)
 
 
-@pytest.mark.covers("C90")
+@pytest.mark.covers("C90", "C82")
 @given(run=PART, kind=st.sampled_from(["weights", "sampler_weights", "external_weights"]), name=PART)
 @settings(max_examples=40, deadline=None)
 def test_paths_are_taken_apart(run: str, kind: str, name: str) -> None:
@@ -1083,6 +1087,7 @@ def test_paths_are_taken_apart(run: str, kind: str, name: str) -> None:
     assert parsed.checkpoint_type == kinds[kind]
 
 
+@pytest.mark.covers("C82")
 @given(parts=st.lists(st.sampled_from(["r", "weights", "n", "", "sampler_weights"]), max_size=5), scheme=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_other_paths_are_refused(parts: list[str], scheme: bool) -> None:

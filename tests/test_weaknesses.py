@@ -353,7 +353,7 @@ def test_w06_large_bodies_are_not_written_on_the_network_loop(
     client.forward_backward(many, "cross_entropy").result(20)
     sampler.sample(types.ModelInput.from_ints(np.arange(32_768) % 1000), 1, PARAMS).result(20)
     assert any(name != "tinkex" for name, _ in taken)
-    assert max(seconds for name, seconds in taken if name == "tinkex") < 0.01
+    assert max((seconds for name, seconds in taken if name == "tinkex"), default=0.0) < 0.01
 
 
 @pytest.mark.covers("W07")
@@ -413,7 +413,7 @@ IMPATIENT = {
 }
 
 
-@pytest.mark.covers("W09")
+@pytest.mark.covers("W09", "24.futures.3")
 @pytest.mark.parametrize("kind", IMPATIENT)
 def test_w09_a_failing_server_is_not_polled_in_a_hot_loop(
     faulty: FaultyServer, service: ServiceClient, caplog: pytest.LogCaptureFixture, kind: str
@@ -425,14 +425,14 @@ def test_w09_a_failing_server_is_not_polled_in_a_hot_loop(
     before = len(faulty.requests("retrieve_future"))
     future = client.optim_step(STEP)
     time.sleep(1.5)
-    polls = len(faulty.requests("retrieve_future")) - before
-    assert 2 <= polls <= 12
-    assert len(caplog.records) <= 2
+    polls, warnings = len(faulty.requests("retrieve_future")) - before, len(caplog.records)
     faulty.script("retrieve_future", result)
     assert future.result(10).metrics == {}
+    assert 2 <= polls <= 12
+    assert warnings <= 2
 
 
-@pytest.mark.covers("W10")
+@pytest.mark.covers("W10", "24.http.6")
 def test_w10_an_unreachable_server_is_named_soon(
     configured: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -594,7 +594,7 @@ def test_w15_nothing_hangs_after_a_fork(tmp_path: Path) -> None:
     assert shown.split("\n") == ["inherited: True", "fresh: True", "worker: True", "parent: True", ""]
 
 
-@pytest.mark.covers("W16")
+@pytest.mark.covers("W16", "C32")
 def test_w16_dropped_clients_stop_their_heartbeats(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four sessions two are dropped, one lives on in its service client and one in a training client."""
     monkeypatch.setattr("tinkex.session.HEARTBEAT_SECONDS", 0.1)
@@ -615,7 +615,11 @@ def test_w16_dropped_clients_stop_their_heartbeats(faulty: FaultyServer, monkeyp
     assert beating(dropped) == {"s0", "s3"}
     assert kept.optim_step(STEP).result(5).metrics == {}
     services[0].close().result(5)
-    kept._session.closed = True
+    closed = time.monotonic()
+    wait_until(lambda: time.monotonic() > closed + 0.4)
+    assert beating(closed) == {"s3"}  # what was closed is as silent as what was dropped
+    del kept
+    gc.collect()
 
 
 # ── errors that say something ────────────────────────────────────────────────────────────────────────────────────
@@ -857,7 +861,7 @@ def test_w25_every_call_returns_a_future_for_threads_and_loops(faulty: FaultySer
                 assert hasattr(kind, f"{name}_async"), f"{kind.__name__}.{name} has no async twin"
 
 
-@pytest.mark.covers("W26")
+@pytest.mark.covers("W26", "24.futures.10")
 def test_w26_a_timeout_means_the_same_in_threads_and_loops(faulty: FaultyServer, service: ServiceClient) -> None:
     """Either way the call goes on, and waiting again, either way, gives its result."""
     client = service.create_lora_training_client("m")
