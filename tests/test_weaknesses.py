@@ -114,7 +114,7 @@ def numbers(faulty: FaultyServer) -> list[int]:
     found = []
     for seen in list(faulty.seen):
         if seen.path == "forward_backward":
-            request = protobuf.decode_forward_backward(seen.body)
+            request = codec.decode(types.ForwardBackwardRequest, seen.body, seen.headers["content-type"])
             if request.forward_backward_input.data:
                 found.append(request.seq_id or 0)
         elif seen.path == "optim_step":
@@ -202,7 +202,7 @@ def test_w01_a_failed_chunk_does_not_wedge_the_client(
     client = service.create_lora_training_client("m")
 
     def refuse(seen: Seen) -> Answer:
-        request = protobuf.decode_forward_backward(seen.body)
+        request = codec.decode(types.ForwardBackwardRequest, seen.body, seen.headers["content-type"])
         good = request.seq_id != refused or not request.forward_backward_input.data
         return Answer(body={"request_id": "pass"}) if good else Answer(422, {"detail": "this chunk is bad"})
 
@@ -669,7 +669,9 @@ def test_w17_a_submission_without_an_id_names_the_field(faulty: FaultyServer, se
 def test_w18_errors_survive_pickling(faulty: FaultyServer, configured: Callable[..., None]) -> None:
     """Every class that can be raised, and one that was."""
     kinds = {kind for name in tinkex.__all__ if inspect.isclass(kind := getattr(tinkex, name))}
-    errors = [kind("what", hint="do this") for kind in kinds if issubclass(kind, tinkex.TinkerError)]
+    errors: list[Any] = [tinkex.RequestFailedError("what", "r1", "user", hint="do this")]
+    kinds -= {tinkex.RequestFailedError}
+    errors += [kind("what", hint="do this") for kind in kinds if issubclass(kind, tinkex.TinkerError)]
     assert len(errors) > 12
     configured(timeout=0.2, max_retries=0)
     with ServiceClient(base_url=faulty.base_url) as service:
@@ -818,15 +820,18 @@ def test_w24_the_same_input_follows_the_same_rules_everywhere(faulty: FaultyServ
 
 
 @pytest.mark.covers("W24")
-def test_w24_what_cannot_be_trained_on_is_refused_in_words(faulty: FaultyServer, service: ServiceClient) -> None:
-    """The protocol of training has no asset pointers: that is said, and the next call is not held up by it."""
+def test_w24_asset_pointers_are_sent_in_training_too(faulty: FaultyServer, service: ServiceClient) -> None:
+    """The protobuf form of a pass has no place for them: the pass is sent as JSON."""
     client = service.create_lora_training_client("m")
     pointer = types.ImageAssetPointerChunk(format="png", location="there", expected_tokens=1)
     image = types.Datum(types.ModelInput(chunks=[pointer]), {"target_tokens": [1]})
-    refused, after = client.forward_backward([image], "cross_entropy"), client.optim_step(STEP)
-    with pytest.raises(ValueError, match="asset pointer"):
-        refused.result(5)
-    assert after.result(5).metrics == {}
+    assert client.forward_backward([image], "cross_entropy").result(5) is not None
+    [seen] = faulty.requests("forward_backward")
+    assert seen.headers["content-type"] == "application/json"
+    [sent] = seen.json["forward_backward_input"]["data"]
+    assert sent["model_input"]["chunks"] == [
+        {"type": "image_asset_pointer", "format": "png", "location": "there", "expected_tokens": 1}
+    ]
 
 
 @pytest.mark.covers("W25")
@@ -855,7 +860,7 @@ def test_w25_every_call_returns_a_future_for_threads_and_loops(faulty: FaultySer
     assert [type(value) for value in waited] == [type(value) for value in awaited]
     for kind in (TrainingClient, tinkex.SamplingClient, RestClient, AdminClient):
         for name, method in inspect.getmembers(kind, inspect.isfunction):
-            if name.startswith("_") or name.endswith("_async") or name == "close":
+            if name.startswith("_") or name.endswith(("_async", "_future")) or name in ("close", "create"):
                 continue
             if "Future[" in str(inspect.signature(method).return_annotation):
                 assert hasattr(kind, f"{name}_async"), f"{kind.__name__}.{name} has no async twin"

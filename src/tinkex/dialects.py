@@ -6,6 +6,7 @@ know JSON alone, a separate endpoint for forward passes, fewer fields, and may a
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,11 +78,22 @@ def for_older(op: Operation, request: Any) -> tuple[Operation, codec.Body]:
 
 def read_receipt(transport: Transport, op: Operation, reply: Reply, submitted: float) -> Receipt:
     """Read the answer to a submission; a result that came at once is taken as it is."""
+    assert op.result is not None
     try:
-        named = codec.decode(UntypedAPIFuture, reply.body, codec.JSON)
-    except ValueError:
-        return Receipt(op, submitted, result=transport.decode(op, op.result or op.response, reply))
+        told = msgspec.json.decode(reply.body)
+    except msgspec.DecodeError:
+        told = None
+    if isinstance(told, dict) and "request_id" not in told and told.keys() & set(_fields(op.result)):
+        return Receipt(op, submitted, result=transport.decode(op, op.result, reply))
+    named: UntypedAPIFuture = transport.decode(op, UntypedAPIFuture, reply)
     return Receipt(op, submitted, named.request_id, named.sample_sequence_ids)
+
+
+def _fields(kind: type[Any]) -> tuple[str, ...]:
+    """The names by which a result is recognised."""
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    return tuple(inspect.signature(kind).parameters)
 
 
 def sequence_ids(receipt: Receipt, request: SampleRequest) -> list[str]:

@@ -200,7 +200,7 @@ class Session:
         }
         started = time.monotonic()
 
-        async def post(older: bool) -> Reply:
+        async def post(older: bool, patience: float | None = patience) -> Reply:
             spoken, body = await _written(op, request, older, self.client_config.proto_compress_fwdbwd)
             return await self.transport.request(
                 spoken, body, headers=headers, patience=patience, final=final, metadata=facts
@@ -209,15 +209,15 @@ class Session:
         reply = await (post(self.transport.is_older or False) if not _is_trial(self, op) else self._try_both(post))
         return dialects.read_receipt(self.transport, op, reply, started)
 
-    async def _try_both(self, post: Callable[[bool], Awaitable[Reply]]) -> Reply:
+    async def _try_both(self, post: Callable[..., Awaitable[Reply]]) -> Reply:
         """The first pass a server gets shows which form it reads; the other is tried when it refuses the newer one."""
         try:
             reply = await post(False)
         except APIStatusError as refused:
-            if refused.status_code not in dialects.UNREADABLE:
+            if refused.status_code not in dialects.UNREADABLE or self.transport.is_older is not None:
                 raise
             try:
-                reply = await post(True)
+                reply = await post(True, 0.0)
             except TinkerError:
                 raise refused from None
             self.transport.is_older = True

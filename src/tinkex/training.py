@@ -581,6 +581,15 @@ class TrainingClient:
         _check_options(options)
         return self._session.start(self._result(Receipt(op, time.monotonic(), request_id), options))
 
+    async def retrieve_async(
+        self,
+        request: UntypedAPIFuture | str,
+        operation: str = "forward_backward",
+        **options: Unpack[CallOptions],
+    ) -> Any:
+        """Like `retrieve`; gives the result itself."""
+        return await self.retrieve(request, operation, **options)
+
     def _numbered(self, request: Any) -> Any:
         return request.model_copy(update={"seq_id": self._outbox.take()})
 

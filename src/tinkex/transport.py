@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import io
 import logging
 import os
 import platform
@@ -58,6 +59,8 @@ CONFLICT_PATIENCE = 2.0
 RESPONSE_BYTES = 52_428_800
 """Bytes of announced results that are fetched at once, until the server says otherwise."""
 CONNECT_SECONDS = 5.0
+LARGE_BODY = 1 << 20
+"""Bodies from this size on are written piece by piece, so that the loop gets to other things in between."""
 LONGEST_RETRY_AFTER = 60.0
 REJECTED_ATTEMPTS = 16
 """How often a request is sent again that a proxy on the way rejected with a 400 that says nothing."""
@@ -161,7 +164,7 @@ class HttpExchange:
         self._proxy_headers = dict(proxy_headers or {}) if proxy else None
         self._pool_sizes = {**POOL_SIZES, **(pool_sizes or {})}
         self._pools: dict[str, aiohttp.ClientSession] = {}
-        self._timeouts: dict[float, aiohttp.ClientTimeout] = {}
+        self._timeouts: dict[tuple[float, bool], aiohttp.ClientTimeout] = {}
 
     def _pool(self, traffic: Traffic) -> aiohttp.ClientSession:
         pool = self._pools.get(traffic)
@@ -181,24 +184,28 @@ class HttpExchange:
         body: bytes | None,
         timeout: float,
         traffic: Traffic,
+        *,
+        streaming: bool = False,
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """A request over HTTP/1.1; a whole address may stand in for the path."""
         import aiohttp
         from yarl import URL
 
-        if timeout not in self._timeouts:
-            # Silence is what ends a request, not a large body on a slow line, nor a wait for a free connection.
-            self._timeouts[timeout] = aiohttp.ClientTimeout(
-                total=None, sock_connect=min(CONNECT_SECONDS, timeout), sock_read=timeout
+        large = streaming or traffic in ("poll", "train")
+        limits = self._timeouts.get((timeout, large))
+        if limits is None:
+            # Passes and results may be large: only silence ends those, not a slow line or a wait for a connection.
+            limits = self._timeouts[timeout, large] = aiohttp.ClientTimeout(
+                total=None if large else timeout, sock_connect=min(CONNECT_SECONDS, timeout), sock_read=timeout
             )
         if self._proxy_headers and self._base_url.startswith("http:"):  # aiohttp gives them to tunnels alone
             headers = {**headers, **self._proxy_headers}
         return self._pool(traffic).request(
             method,
             URL(self._base_url + path if path.startswith("/") else path, encoded=True),
-            data=body,
+            data=body if body is None or len(body) < LARGE_BODY else io.BytesIO(body),
             headers=headers,
-            timeout=self._timeouts[timeout],
+            timeout=limits,
             allow_redirects=False,
             proxy=self._proxy,
             proxy_headers=self._proxy_headers,
