@@ -139,6 +139,17 @@ def test_attaching_and_emitting_from_many_threads_loses_nothing() -> None:
     assert [known.handler_id for known in events.handlers("tick")] == ["steady"]
 
 
+def test_a_finalizer_may_detach_while_its_thread_holds_the_lock() -> None:
+    class Leaving:
+        def __del__(self) -> None:
+            events.detach("leaving")
+
+    events.attach("leaving", None, Heard())
+    with events._lock:  # garbage may be collected anywhere, here too
+        Leaving()
+    assert not events.is_heard()
+
+
 def test_nobody_listening_is_known_and_costs_next_to_nothing() -> None:
     assert not events.is_heard()
     began = time.perf_counter()
@@ -153,14 +164,23 @@ def test_nobody_listening_is_known_and_costs_next_to_nothing() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_forked_while_the_bus_was_locked_can_use_it() -> None:
-    with events._lock:
-        child = os.fork()
-        if child == 0:
-            try:
-                events.attach("child", None, Heard())
-                os._exit(0 if events.detach("child") else 1)
-            finally:
-                os._exit(2)
+    held, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with events._lock:
+            held.set()
+            free.wait()
+
+    threading.Thread(target=hold).start()
+    assert held.wait(10)
+    child = os.fork()
+    if child == 0:
+        try:
+            events.attach("child", None, Heard())
+            os._exit(0 if events.detach("child") else 1)
+        finally:
+            os._exit(2)
+    free.set()
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)

@@ -310,6 +310,21 @@ def test_a_span_is_the_child_of_the_one_where_the_call_was_made(stand_in: StandI
     assert stand_in.spans[1].parent is outer
 
 
+@pytest.mark.covers("1.8")
+def test_a_request_within_a_request_is_its_child(stand_in: StandIn) -> None:
+    otel.trace()
+    for path in ("/outer", "/inner"):  # a token is fetched for a request, say
+        events.emit(events.HTTP_START, {}, {**CALL, "path": path})
+    for _ in range(2):
+        events.emit(events.HTTP_STOP, {}, {**CALL, "result": "ok"})
+    outer, inner = stand_in.spans
+    assert inner.parent is outer
+    assert outer.parent is None
+    assert inner.ended
+    assert outer.ended
+    assert stand_in.get_current() == {}
+
+
 def test_an_end_without_a_beginning_is_passed_over(stand_in: StandIn) -> None:
     otel.trace()
     events.emit(events.HTTP_STOP, {}, {**CALL, "result": "ok"})

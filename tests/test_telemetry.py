@@ -187,8 +187,8 @@ def test_the_logger_takes_other_events_a_level_and_an_id(caplog: pytest.LogCaptu
 # ── whether, and how, it is sent ─────────────────────────────────────────────────────────────────────────────────
 
 
-def config(base_url: str = HOSTED_URL, **settings: Any) -> Config:
-    return Config(base_url=base_url, **{"api_key": "tml-topsecret", **settings})
+def config(base_url: str = HOSTED_URL) -> Config:
+    return Config.resolve(base_url=base_url, api_key="tml-topsecret")
 
 
 @pytest.mark.covers("1.4.4", "1.9")
@@ -244,8 +244,7 @@ def test_init_makes_a_reporter_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
         telemetry.init("s", config())
     assert telemetry.init("s", config(), post, enabled=False) is None
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    if "telemetry" not in {field.name for field in dataclasses.fields(Config)}:
-        assert telemetry.init("s", config(), post) is None
+    assert telemetry.init("s", config(), post) is None
     first = telemetry.init("s", config(), post, enabled=True, name="one", flush_interval=0)
     assert first is not None
     assert telemetry.init("other", config(), post, enabled=True, name="one") is first
@@ -264,10 +263,10 @@ def test_init_makes_a_reporter_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sending_in_the_background_returns_at_once_and_only_logs(
     faulty: FaultyServer, transport: Transport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    faulty.script("telemetry", Answer(500, {"detail": "api_key='abcdef'"}, delay=0.3))
+    faulty.script("telemetry", Answer(500, {"detail": "api_key='abcdef'"}, delay=1))
     began = time.monotonic()
     telemetry.send(telemetry.sender(transport), REQUEST)
-    assert time.monotonic() - began < 0.2
+    assert time.monotonic() - began < 0.8
     until(lambda: any("telemetry could not be sent" in record.getMessage() for record in caplog.records))
     assert len(faulty.requests("telemetry")) <= 2
     assert "abcdef" not in caplog.records[-1].getMessage()
@@ -516,12 +515,12 @@ def test_a_fatal_exception_ends_the_session_once_and_waits_for_nothing(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tinkex")
-    post = Post(delay=0.5)
+    post = Post(delay=1)
     reporter = make(post, "session-9")
     began = time.monotonic()
     assert reporter.log_fatal_exception(ValueError("x"))
     assert reporter.log_fatal_exception(ValueError("y"))
-    assert time.monotonic() - began < 0.4
+    assert time.monotonic() - began < 0.8
     assert "a fatal exception in session session-9 has been reported" in caplog.messages
     assert reporter.stop()
     assert [event["event"] for event in post.events].count("SESSION_END") == 1
@@ -546,7 +545,7 @@ def test_stopping_detaches_and_reports_the_end_once(make: Make) -> None:
 
 @pytest.mark.covers("1.5.2")
 def test_calls_from_the_loop_itself_never_wait(make: Make) -> None:
-    post = Post(delay=0.2)
+    post = Post(delay=1)
     reporter = make(post)
 
     async def on_the_loop() -> float:
@@ -556,7 +555,7 @@ def test_calls_from_the_loop_itself_never_wait(make: Make) -> None:
         assert reporter.stop(5) is True
         return time.monotonic() - began
 
-    assert start(on_the_loop()).result(5) < 0.1
+    assert start(on_the_loop()).result(5) < 0.8
     until(lambda: post.names == ["SESSION_START", "SESSION_END"])
 
 
@@ -767,23 +766,27 @@ def test_large_data_is_cut() -> None:
     scrubber.data(cyclic)
     heavy = scrubber.mapping({str(number): "word " * 800 for number in range(60)})
     assert len(json.dumps(heavy)) < MOST_CHARACTERS * 1.2
+    assert heavy["…"].endswith(" more")
+    assert len(heavy) < 20
     assert len(json.dumps(scrubber.mapping({"k" * 100_000: 1}))) < MOST_TEXT * 2
     traced = scrubber.text("\n".join(f"line {number}" for number in range(10_000)), MOST_TRACEBACK, end=True)
     assert len(traced) == MOST_TRACEBACK
     assert traced.endswith("line 9999")
 
 
-def test_memory_is_bounded_while_nothing_can_be_sent(make: Make) -> None:
+def test_memory_is_bounded_while_nothing_can_be_sent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert telemetry.MOST_QUEUE_CHARACTERS <= 8 * 2**20
+    monkeypatch.setattr(telemetry, "MOST_QUEUE_CHARACTERS", 2**19)
     reporter = make(Post(delay=60), flush_threshold=10**9)
     tracemalloc.start()
     try:
-        taken = sum(reporter.log("big", {str(key): "x" * 4000 for key in range(10)}) for _ in range(600))
+        taken = [reporter.log("big", {str(key): "x" * 4000 for key in range(10)}) for _ in range(40)]
         used = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert 0 < taken < 600
-    assert used < 3 * telemetry.MOST_QUEUE_CHARACTERS
-    assert reporter._characters <= telemetry.MOST_QUEUE_CHARACTERS
+    assert taken[0]
+    assert not taken[-1]
+    assert used < 3 * 2**19
 
 
 def test_heavy_batches_are_split(make: Make) -> None:
@@ -1122,12 +1125,20 @@ def test_providers_have_no_reporter_unless_they_say_so(make: Make) -> None:
         def get_telemetry(self) -> Reporter | None:
             raise RuntimeError("no reporter today")
 
-    assert Provider().get_telemetry() is None
-    for provider in (Provider(), Client(), Broken()):
+    class Plain(Provider):
+        pass
+
+    class Alike:
+        def get_telemetry(self) -> Reporter | None:
+            return reporter
+
+    assert Plain().get_telemetry() is None
+    providers: list[Provider] = [Plain(), Client(), Alike(), Broken()]
+    for provider in providers:
         with pytest.raises(ValueError, match="x"), capture_exceptions(provider):
             raise ValueError("x")
     assert reporter.flush(sync=True)
-    assert len(post.of("UNHANDLED_EXCEPTION")) == 1
+    assert len(post.of("UNHANDLED_EXCEPTION")) == 2
 
 
 # ── what outlives what ───────────────────────────────────────────────────────────────────────────────────────────
@@ -1192,6 +1203,22 @@ def test_ending_has_a_limit_and_can_be_asked_for_often(make: Make) -> None:
     assert reporter._waiting == type(reporter._waiting)()
 
 
+def test_whoever_stops_waiting_for_the_end_does_not_stop_the_end(make: Make) -> None:
+    post = Post(delay=1)
+    reporter = make(post)
+
+    async def close() -> float:
+        patient = asyncio.ensure_future(reporter.aclose(5))
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        await reporter.aclose(0.05)
+        patient.cancel()
+        return time.monotonic() - began
+
+    assert start(close()).result(5) < 0.7
+    until(lambda: post.names == ["SESSION_START", "SESSION_END"])
+
+
 PROGRAM = """
 import sys, time, os, atexit
 from tinkex import telemetry
@@ -1253,8 +1280,16 @@ def test_a_forked_child_starts_afresh(faulty: FaultyServer) -> None:
         reporter.flush(sync=True)
         reporter.log("before the fork")
         from tinkex import events
-        with reporter._changed:          # as if another thread were just logging
-            child = os.fork()
+        import threading
+        held, free = threading.Event(), threading.Event()
+        def hold():
+            with reporter._changed:
+                held.set()
+                free.wait()
+        threading.Thread(target=hold).start()
+        held.wait()
+        child = os.fork()  # while another thread is logging
+        free.set()
         if child == 0:
             assert not reporter.is_alive
             assert not reporter.log("x") and not reporter.flush(sync=True) and not reporter.stop()
@@ -1283,6 +1318,37 @@ def test_a_forked_child_starts_afresh(faulty: FaultyServer) -> None:
         "child": ["SESSION_START", "in the child", "SESSION_END"],
     }
     assert len({uuid for _, uuid in processes}) == 2
+
+
+def test_a_finalizer_may_report_while_its_thread_reports(make: Make) -> None:
+    post = Post()
+    reporter = make(post)
+
+    class Talkative:
+        def __del__(self) -> None:
+            reporter.log("finalizer")
+
+    with reporter._changed:  # garbage may be collected anywhere, here too
+        Talkative()
+    assert reporter.stop()
+    assert post.names == ["SESSION_START", "finalizer", "SESSION_END"]
+
+
+@pytest.mark.covers("W08")
+def test_nothing_waits_once_the_program_has_ended() -> None:
+    late = PROGRAM + textwrap.dedent(
+        """
+        import tinkex.runtime
+        print('end', flush=True)
+        tinkex.runtime.runtime().stop()
+        assert not reporter.flush(sync=True)
+        late = telemetry.Reporter(telemetry.sender(transport), "late")
+        assert not late.flush(sync=True) and not late.wait_until_drained() and late.stop()
+        """
+    )
+    seconds, done = run(late, "http://127.0.0.1:9")
+    assert done.returncode == 0, done.stderr
+    assert seconds < 4
 
 
 def test_many_threads_report_at_once(make: Make) -> None:
@@ -1317,6 +1383,7 @@ PLANTED = {
     "planted-cf": "planted-cf",
     "planted-literal": "planted-literal",
     "cGxhbnRlZDpiYXNpYw==": "cGxhbnRlZDpiYXNpYw",
+    "hf_plantedheader0123": "plantedheader",
 }
 TEXTS = [
     f"401: the key {KEY} is unknown",
@@ -1343,6 +1410,12 @@ TEXTS = [
     "https://planted-user:planted-password@host/path",
     "https://store.example.com/a.tar?X-Amz-Credential=planted-signature&X-Amz-Signature=planted-signature",
     "https://store.example.com/a?sv=1&sig=planted-signature",
+    "https://store.example.com/a?unknown=planted-signature",
+    "GET /a?x=1&GoogleAccessId=planted-signature&Policy=planted-signature",
+    "http://planted-password@host",
+    "http://someone:a/planted-password@host",
+    "logged in with hf_plantedheader0123, sk-plantedheader0123 and ghp_plantedheader0123",
+    "sent bearer planted-header to the server",
     "GET /a?X-Goog-Signature=planted-signature&x=1",
     "password: planted-password planted-password",
     "HF_TOKEN=planted-header",

@@ -121,9 +121,10 @@ class Attachment:
         return self.names is None or name in self.names
 
 
-# Replaced as a whole under the lock and never changed, so that emitting takes no lock.
+# Replaced as a whole under the lock and never changed, so that emitting takes no lock. A finalizer that detaches may
+# run while its thread holds the lock: it can be taken twice.
 _attached: tuple[Attachment, ...] = ()
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def attach(handler_id: str, names: Iterable[str] | None, handler: Handler) -> None:
@@ -189,7 +190,7 @@ def _drop(failed: Attachment) -> None:
 
 def _renew_lock() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -55,7 +55,8 @@ def inject(headers: Mapping[str, str], config: Config | None = None) -> dict[str
     carries along (baggage) is not for the server. No failure gets out of here.
     """
     unchanged = dict(headers)
-    if (config is not None and not is_enabled(config)) or any(name.lower() == TRACEPARENT for name in headers):
+    taken = {name.lower() for name in headers}
+    if TRACEPARENT in taken or (config is not None and not is_enabled(config)):
         return unchanged
     try:
         from opentelemetry import propagate
@@ -63,9 +64,8 @@ def inject(headers: Mapping[str, str], config: Config | None = None) -> dict[str
         carrier: dict[str, str] = {}
         propagate.inject(carrier)
         found = {name.lower(): value for name, value in carrier.items() if isinstance(value, str)}
-        taken = {name.lower() for name in headers}
         added = {name: found[name] for name in (TRACEPARENT, TRACESTATE) if name in found and name not in taken}
-        return {**unchanged, **added} if TRACEPARENT in added else unchanged
+        return unchanged | added if TRACEPARENT in added else unchanged
     except Exception:
         logger.debug("no trace headers were added", exc_info=True)
         return unchanged

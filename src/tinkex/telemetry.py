@@ -32,7 +32,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 from urllib.parse import urlsplit
 
 from tinkex import environment
@@ -277,7 +277,9 @@ class Reporter:
         self._pid = os.getpid()
         self._runtime = runtime()
         self._began = time.monotonic()
-        self._changed = threading.Condition(threading.Lock())  # guards what follows; told when events have gone out
+        # Guards what follows, and is told when events have gone out. A finalizer that reports something may run while
+        # this thread holds it: it can be taken twice.
+        self._changed = threading.Condition(threading.RLock())
         self._waiting: deque[tuple[TelemetryEvent, int]] = deque()
         self._characters = 0
         self._next_index = 0
@@ -329,6 +331,8 @@ class Reporter:
         return taken
 
     def _describe(self, error: BaseException, severity: str) -> bool:
+        if not self.is_alive:
+            return False
         try:
             culprit = user_error(error)
             if culprit is not None:
@@ -528,7 +532,8 @@ class Reporter:
 
     def _wait(self, condition: Callable[[], bool], timeout: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(condition, 0 if self._runtime.is_current else timeout)
+            hopeless = self._runtime.is_current or self._runtime.stopped  # nobody would send meanwhile
+            return self._changed.wait_for(condition, 0 if hopeless else timeout)
 
     # ── on the loop ──
 
@@ -763,7 +768,8 @@ def _without_headers(value: Mapping[str, Any]) -> dict[str, Any]:
 # ── capturing exceptions ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Provider:
+@runtime_checkable
+class Provider(Protocol):
     """What may have a reporter; by default it has none."""
 
     def get_telemetry(self) -> Reporter | None:
