@@ -256,6 +256,14 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
         graph(SHAPE, LENGTH, function("operator.pow", B, 20), function("operator.pow", {"ref": "c"}, 60)),
         "makes an integer that is too large",
     ),
+    "a division that ends the process": (
+        graph(method("long", REF), function("torch.div", A, -1, rounding_mode="trunc")),
+        "text 'trunc'",
+    ),
+    "whole numbers by -1": (
+        graph(method("long", REF), function("operator.mod", A, -1)),
+        "cannot divide whole numbers by -1",
+    ),
     "lshift": (graph(SHAPE, LENGTH, function("operator.lshift", B, MANY)), "is not among the operations"),
     "factorial": (graph(SHAPE, LENGTH, function("math.factorial", 10**9)), "is not among the operations"),
     "a text times a number": (
@@ -516,6 +524,16 @@ LATE: dict[str, tuple[CreateCustomLossRequest, Any, str]] = {
         ),
         -torch.ones(4),
         "makes 40000000 numbers",
+    ),
+    "the least integer by -1": (
+        graph(method("long", REF), function("torch.div", A, A, rounding_mode="floor")),
+        torch.full((9,), -1.0),
+        "cannot divide whole numbers by -1",
+    ),
+    "the least integer by -1, as an operator": (
+        graph(method("long", REF), method("sum", A), function("operator.floordiv", A, B)),
+        torch.tensor([-2.0, 1.0]),
+        "cannot divide whole numbers by -1",
     ),
     "division by nothing": (
         graph(SHAPE, LENGTH, function("operator.truediv", 1, B)),

@@ -63,7 +63,7 @@ def _no_check(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     pass
 
 
-WORDS = re.compile(r"mean|sum|none|floor|trunc|constant|fro|linear|lower|higher|nearest|midpoint|tanh")
+WORDS = re.compile(r"mean|sum|none|floor|constant|fro|linear|lower|higher|nearest|midpoint|tanh")
 EQUATION = re.compile(r"[a-zA-Z ]{0,8}(,[a-zA-Z ]{0,8})?(->[a-zA-Z ]{0,8})?")
 TENSOR_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "T", "mT")
 RESULT_ATTRIBUTES = ("values", "indices")
@@ -144,6 +144,25 @@ def _check_power(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None
     _check_operands(args, kwargs, limits)
     if len(args) == 2 and all(isinstance(value, int) for value in args) and abs(args[0]) > 1 and args[1] > 64:
         raise Refusal("makes an integer that is too large")
+
+
+def _check_division(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
+    # The least integer divided by -1 does not fit: some of torch's kernels end the process over it.
+    dividend, divisor = _bind(args, kwargs, "input", "other")
+    whole = all(isinstance(value, int) or _is_whole(value) for value in (dividend, divisor))
+    if whole and _is_whole(divisor) and not divisor.is_meta and bool((divisor == -1).any()):
+        raise Refusal("cannot divide whole numbers by -1; use .float()")
+    if whole and isinstance(divisor, int) and divisor == -1:
+        raise Refusal("cannot divide whole numbers by -1; use .float()")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+
+
+def _check_quotient(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
+    _check_operands(args, kwargs, limits)
+    _check_division(args, kwargs, limits)
 
 
 def _check_product(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
@@ -400,16 +419,18 @@ _SHARED = """
     abs acos acosh asin asinh atan atanh ceil clamp clamp_max clamp_min clip cos cosh digamma erf erfc erfinv exp exp2
     expm1 floor frac isfinite isinf isnan lgamma log log10 log1p log2 logit nan_to_num neg negative positive reciprocal
     relu round rsqrt sigmoid sgn sign signbit sin sinc sinh sqrt square tan tanh trunc
-    add addcdiv addcmul atan2 copysign div divide eq float_power floor_divide fmax fmin fmod ge greater greater_equal gt
-    heaviside hypot isclose le lerp less less_equal logaddexp logaddexp2 lt maximum minimum mul multiply ne not_equal
-    pow remainder sub subtract true_divide xlogy
+    add addcdiv addcmul atan2 copysign eq float_power fmax fmin ge greater greater_equal gt heaviside hypot isclose le
+    lerp less less_equal logaddexp logaddexp2 lt maximum minimum mul multiply ne not_equal pow sub subtract true_divide
+    xlogy
     bitwise_and bitwise_not bitwise_or bitwise_xor logical_and logical_not logical_or logical_xor
     all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum kthvalue log_softmax logcumsumexp
     logsumexp max mean median min nanmean nanmedian nansum prod softmax sort std sum topk var
     clone detach diagonal flatten flip masked_fill movedim narrow numel permute ravel reshape roll
     select squeeze swapaxes t transpose tril triu unflatten unsqueeze
 """
+_DIVISIONS = "div divide floor_divide fmod remainder"
 _CHECKED: dict[str, Operation] = {
+    **_table("", torch, _DIVISIONS, check=_check_division, bound=_broadcast_bound),
     **_table("", torch, "dot matmul mm mv outer", check=_check_product),
     **_table("", torch, "gather index_add scatter_add", check=_check_places, bound=_sum_bound),
     **_table("", torch, "index_select", check=_check_places),
@@ -429,7 +450,7 @@ _DISTANCES = "binary_cross_entropy_with_logits huber_loss kl_div l1_loss mse_los
 _SPECIAL = """
     digamma entr erf erfc exp2 expit expm1 gammaln log1p log_ndtr log_softmax logit logsumexp ndtr softmax xlog1py xlogy
 """
-_OPERATORS = "abs and_ eq floordiv ge gt invert le lt mod mul ne neg or_ pos sub truediv xor"
+_OPERATORS = "abs and_ eq ge gt invert le lt mul ne neg or_ pos sub truediv xor"
 _MATH = "ceil cos erf exp expm1 fabs floor log log10 log1p log2 pow sin sqrt tan tanh trunc"
 
 FUNCTIONS: dict[str, Operation] = {
@@ -450,6 +471,7 @@ FUNCTIONS: dict[str, Operation] = {
     **_table("torch._C._linalg.linalg_", torch.linalg, "norm vector_norm", bound=_broadcast_bound),
     **_table("torch._C._special.special_", torch.special, _SPECIAL, bound=_broadcast_bound),
     **_table("operator.", operator, _OPERATORS, check=_check_operands, bound=_broadcast_bound),
+    **_table("operator.", operator, "floordiv mod", check=_check_quotient, bound=_broadcast_bound),
     "operator.add": Operation(operator.add, _check_sum, bound=_broadcast_bound),
     "operator.pow": Operation(operator.pow, _check_power, bound=_broadcast_bound),
     "operator.matmul": Operation(operator.matmul, _check_product),
