@@ -128,7 +128,7 @@ def not_finite(logprobs: Any, weights: Any) -> Any:
 
 def operators(logprobs: Any, weights: Any, scale: Any) -> Any:
     value = operator.sub(operator.mul(logprobs, weights), 2) / 3
-    value = +value - (-value) * abs(value) + value % 2.0 + (value // 4)
+    value = +value - (-value) * abs(value) + value % 2.0 + value.detach() // 4
     both = (weights > 0) & (weights < 2) | (weights == 5)
     return (value * both * scale).sum() * logprobs.ndim, {}
 
