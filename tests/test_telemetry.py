@@ -879,8 +879,8 @@ USER = Foreign("inner", status_code=404)
         (GoneError("gone", status_code=410), False),
         (InternalServerError("oh", status_code=500), False),
         (chained(InternalServerError("oh", status_code=500), USER), False),
-        (RequestFailedError("no", category="user"), True),
-        (RequestFailedError("no", category="server"), False),
+        (RequestFailedError("no", request_id="r1", category="user"), True),
+        (RequestFailedError("no", request_id="r1", category="server"), False),
     ],
     ids=map(str, range(60)),
 )

@@ -386,12 +386,63 @@ def _rows(*tables: str) -> dict[str, str]:
     return rows
 
 
-REQUIREMENTS = _rows(CAPABILITIES, DEFECTS, CHECKLIST, WEAKNESSES, SERVER_RULES, SURPRISES)
+EXTRAS = """
+1.1.1 tokenizer operations
+1.1.2 tokenizer ids are resolved in a fixed order
+1.1.3 tokenizers are loaded once and kept
+1.1.4 Kimi K2 tokenizers
+1.1.5 bad input to tokenizers
+1.1.6 model input from text
+1.2.1 files from the hub, cached
+1.2.2 the hub's token
+1.2.3 an adapter is pushed to the hub
+1.3 tokenizer helpers of the clients
+1.4.1 the event bus
+1.4.2 the catalogue of events
+1.4.3 the console logger
+1.4.4 starting a reporter
+1.4.5 how telemetry is sent
+1.5.1 a reporter's options
+1.5.2 a reporter's calls
+1.5.3 what waits and when it is flushed
+1.5.4 how sending is tried again
+1.5.5 what is sent
+1.5.6 whose fault an exception is
+1.5.7 typed helpers of telemetry
+1.6 exceptions are captured
+1.7 providers of telemetry
+1.8 OpenTelemetry
+1.9 environment variables of the extras
+1.10 metrics
+1.11.1 recovery policy
+1.11.2 recovery monitor
+1.11.3 recovery executor
+1.11.4 recovery events
+1.12.1 regularizers are composed
+1.12.2 what a regularizer is
+1.12.3 regularizers are executed
+1.12.4 gradients of regularizers are tracked
+1.12.5 the pipeline of regularizers
+1.12.6 what regularizers give
+1.12.7 events of regularizers
+1.12.8 the eight regularizers
+1.12.9 the numbers regularizers must give
+1.13 custom losses with regularizers
+1.14.1 the address of an archive
+1.14.2 checkpoints are downloaded
+1.14.3 archives are unpacked safely
+1.15 tinker paths and lifetimes
+1.16 the command line
+1.17 files and forms
+"""
+"""Sections of what surrounds the core: telemetry, metrics, recovery, regularizers and so on."""
+
+REQUIREMENTS = _rows(CAPABILITIES, DEFECTS, CHECKLIST, WEAKNESSES, SERVER_RULES, SURPRISES, EXTRAS)
 
 
 def group_of(number: str) -> str:
-    """The group a number belongs to: C, D, 24, W, S or Q."""
-    return "24" if number.startswith("24.") else number[0]
+    """The group a number belongs to: C, D, 24, W, S, Q, or 1 for the extras."""
+    return number.partition(".")[0] if number[0].isdigit() else number[0]
 
 
 # ── the markers ──────────────────────────────────────────────────────────────────────────────────────────────────

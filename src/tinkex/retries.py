@@ -136,7 +136,7 @@ class RetryHandler:
                     self._emit("failed", attempt, {"duration": self._clock() - begun}, facts)
                     raise
                 delay = max(self.config.delay(attempt), getattr(error, "retry_after", None) or 0.0)
-                self._emit("retry", attempt, {"duration": self._clock() - begun, "delay": delay}, facts)
+                self._emit("retry", attempt, {"duration": self._clock() - begun, "delay_ms": delay * 1000}, facts)
                 logger.warning("%s: %s; trying again in %.1f s", self.name, getattr(error, "message", error), delay)
                 attempt += 1
                 await asyncio.sleep(delay)

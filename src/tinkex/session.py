@@ -73,10 +73,11 @@ class Session:
         self._gate: DispatchGate | None = None
         self._cancels: asyncio.Semaphore | None = None
         self.telemetry: Reporter | None = None
+        self._reporters: list[Reporter] = []  # for the finalizer, which must not refer to the session
         self._pending: set[Future[Any]] = set()
         self._finishing: asyncio.Future[None] | None = None
         # When the last client lets go, the transport must still be closed: on the loop, without holding the session.
-        weakref.finalize(self, _close_transport, self.transport).atexit = False
+        weakref.finalize(self, _close_transport, self.transport, self._reporters).atexit = False
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the runtime once the session is open; a failure to open is its failure."""
@@ -116,12 +117,15 @@ class Session:
         await self._configure()
         if not self.is_shadow:
             await self._create()
-            if telemetry.goes_by_itself(self.config):
-                self.telemetry = telemetry.init(
-                    self.session_id, self.config, telemetry.sender(self.transport), owner=self
-                )
+            self._report()
         runtime().task(_heartbeat(weakref.ref(self), self.session_id))
         runtime().task(_keep_informed(weakref.ref(self)))
+
+    def _report(self) -> None:
+        send, wanted = telemetry.sender(self.transport), telemetry.goes_by_itself(self.config)
+        self.telemetry = telemetry.init(self.session_id, self.config, send, enabled=wanted, owner=self)
+        if self.telemetry is not None:
+            self._reporters.append(self.telemetry)
 
     async def _configure(self) -> None:
         """Ask the server how to behave; one that knows no such question speaks an older dialect."""
@@ -164,7 +168,7 @@ class Session:
             display_name=self._display_name,
         )
         response: CreateSessionResponse = await self.transport.call(protocol.CREATE_SESSION, request)
-        self.session_id = response.session_id
+        self.session_id = self.transport.facts["session_id"] = response.session_id
         for level, text in (
             (logging.INFO, response.info_message),
             (logging.WARNING, response.warning_message),
@@ -190,14 +194,8 @@ class Session:
         final: Container[int] = (),
     ) -> Receipt:
         """Hand an operation to the server; the receipt names its future, or is the result at once."""
-        facts = {
-            "session_id": self.session_id,
-            **{
-                name: value
-                for name in ("model_id", "seq_id", "sampling_session_id")
-                if (value := getattr(request, name, None)) is not None
-            },
-        }
+        named = ("model_id", "seq_id", "sampling_session_id")
+        facts = {name: value for name in named if (value := getattr(request, name, None)) is not None}
         started = time.monotonic()
 
         async def post(older: bool, patience: float | None = patience) -> Reply:
@@ -283,9 +281,10 @@ class Session:
         except TinkerError as error:
             logger.warning("the session could not be finished: %s", error)
         finally:
-            if self.telemetry is not None:
-                await self.telemetry.aclose()
-            await self.transport.close()
+            if self.telemetry is None:
+                await self.transport.close()
+            else:  # telemetry delays nobody
+                runtime().task(_let_go(self.transport, self._reporters))
 
 
 def _is_trial(session: Session, op: Operation) -> bool:
@@ -313,8 +312,16 @@ def shadow_of(config: Config, session_id: str) -> Session:
     return shadow
 
 
-def _close_transport(transport: Transport) -> None:
-    start(transport.close())
+def _close_transport(transport: Transport, reporters: list[Reporter]) -> None:
+    start(_let_go(transport, reporters))
+
+
+async def _let_go(transport: Transport, reporters: list[Reporter]) -> None:
+    try:
+        for reporter in reporters:
+            await reporter.aclose()
+    finally:
+        await transport.close()
 
 
 async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:

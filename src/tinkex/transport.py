@@ -45,6 +45,7 @@ from tinkex.errors import (
 )
 from tinkex.limits import BillingPause, BreakerRegistry, ByteBudget
 from tinkex.protocol import AUTH_TOKEN, CLIENT_CONFIG, PREFIX, PROTOCOL_VERSION, Operation, Traffic
+from tinkex.redaction import Scrubber, secrets_of
 from tinkex.types.account import AuthTokenResponse
 from tinkex.types.sessions import Empty
 
@@ -299,6 +300,8 @@ class Transport:
         self.place = config.base_url if is_embedded(config.base_url) else urlsplit(config.base_url).netloc
         self.billing = BillingPause()
         self.response_budget = ByteBudget(RESPONSE_BYTES)
+        self.facts: dict[str, Any] = {}
+        """What every event of this transport's requests says besides."""
         self.is_older: bool | None = None
         """Whether the server speaks an older dialect; None while nobody knows."""
         self._exchange = exchange or open_exchange(config)
@@ -353,10 +356,6 @@ class Transport:
                 merged.pop(known.get(name.lower(), ""), None)
                 known[name.lower()] = name
                 merged[name] = value
-        if self.config.otel_propagate:
-            from tinkex import otel
-
-            merged = otel.inject(merged)
         return merged
 
     # ── whole calls ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -466,7 +465,7 @@ class Transport:
         self._check_usable(op)
         data = body.data if body else None
         with self._typed_errors(op, self.place), self._observed(op, None):
-            async with self._exchange.stream(op.method, url, merged, data, limit, op.traffic) as reply:
+            async with self._exchange.stream(op.method, url, self._traced(merged), data, limit, op.traffic) as reply:
                 if reply.status >= 300:
                     text = b"".join([chunk async for chunk in reply.chunks])
                     raise self.refusal(op, Reply(reply.status, reply.headers, text))
@@ -550,9 +549,19 @@ class Transport:
         if self.config.dump_headers:
             shown = redact_headers(headers)
             logger.info("%s %s%s headers=%s body=%d bytes", op.method, place, url, shown, len(body or b""))
+        if exchange is self._exchange:
+            headers = self._traced(headers)
         with self._typed_errors(op, place):
             return await exchange.send(op.method, url, headers, body, timeout, op.traffic)
         raise AssertionError("unreachable")
+
+    def _traced(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """Headers that say which trace a request belongs to, where that is wanted."""
+        if not self.config.otel_propagate:
+            return headers
+        from tinkex import otel
+
+        return otel.inject(headers)
 
     def _check_usable(self, op: Operation) -> None:
         if os.getpid() != self._pid:
@@ -592,23 +601,24 @@ class Transport:
             "path": f"{PREFIX}/{op.path}",
             "pool_type": op.traffic,
             "base_url": self.config.base_url,
+            **self.facts,
             **(self.config.user_metadata or {}),
             **(metadata or {}),
         }
         started = time.monotonic()
-        events.emit("http.request.start", {"system_time": time.time()}, facts)
+        events.emit(events.HTTP_START, {"system_time": time.time()}, facts)
         try:
             yield outcome
         except APIError as error:
             facts |= {"result": "error", "retry_count": error.attempts - 1}
-            events.emit("http.request.stop", {"duration": time.monotonic() - started}, facts)
+            events.emit(events.HTTP_STOP, {"duration": _milliseconds(started)}, facts)
             raise
         except Exception as error:
             facts |= {"kind": type(error).__name__, "reason": str(error)}
-            events.emit("http.request.exception", {"duration": time.monotonic() - started}, facts)
+            events.emit(events.HTTP_EXCEPTION, {"duration": _milliseconds(started)}, facts)
             raise
         facts |= {"result": "ok", "retry_count": outcome.get("retry_count", 0)}
-        events.emit("http.request.stop", {"duration": time.monotonic() - started}, facts)
+        events.emit(events.HTTP_STOP, {"duration": _milliseconds(started)}, facts)
 
     def _abroad(self) -> HttpExchange:
         """The exchange for addresses that the server sends us on to."""
@@ -676,7 +686,7 @@ class Transport:
             )
         body = _loads(reply.body)
         error = error_for(reply.status)(
-            f"{where}: {reply.status}: {describe_body(body)}",
+            f"{where}: {reply.status}: {self._scrubbed(describe_body(body))}",
             response,
             body,
             status_code=reply.status,
@@ -684,6 +694,10 @@ class Transport:
         )
         error.should_retry = {"true": True, "false": False}.get(reply.headers.get("x-should-retry", "").lower())
         return error
+
+    def _scrubbed(self, text: str) -> str:
+        """What a server says, without the secrets that it may have been told."""
+        return Scrubber(secrets_of(self.config)).text(text)
 
     def _response(self, op: Operation, reply: Reply) -> Response:
         """An answer as an error keeps it."""
@@ -709,6 +723,10 @@ def _platform_headers() -> dict[str, str]:
         "X-Stainless-Runtime-Version": platform.python_version(),
         "X-Stainless-Async": "async:asyncio",
     }
+
+
+def _milliseconds(since: float) -> float:
+    return (time.monotonic() - since) * 1000
 
 
 def _body_headers(op: Operation, body: codec.Body | None) -> dict[str, str]:
