@@ -1462,7 +1462,7 @@ def test_no_key_is_ever_sent(
         assert reporter.log(text, {"text": text, text: 1, "list": [text, {"text": text}]})
         assert reporter.log_exception(raise_with(text))
         assert reporter.log_exception(BadRequestError(text, status_code=400, body={"detail": [text], "text": text}))
-        assert reporter.log_exception(RequestFailedError(text, category="user"))
+        assert reporter.log_exception(RequestFailedError(text, "r1", "user"))
         metadata = {"session_id": "s", "reason": raise_with(text), "stacktrace": raise_with(text).__traceback__}
         events.emit(events.HTTP_EXCEPTION, {"duration": 1}, {**metadata, "note": text, "path": text})
         events.emit(events.FUTURE_API_ERROR, {"elapsed_time": 1}, {"session_id": "s", text: text})

@@ -293,7 +293,7 @@ class _Poll:
                 **self.transport.facts,
                 **(self.transport.config.user_metadata or {}),
             }
-            events.emit(f"future.{what}", {"elapsed_time": (time.monotonic() - self.started) * 1000}, named)
+            events.emit(f"tinkex.future.{what}", {"elapsed_time": (time.monotonic() - self.started) * 1000}, named)
 
     async def _ask(self, request: FutureRetrieveRequest, sent: float) -> tuple[Any, float | None]:
         """One poll: a result, an announcement or PENDING, with the seconds that the server asks to wait, if it does."""

@@ -1,6 +1,6 @@
 """Word from the server that queued work is held up: who is told, when, and what the log says.
 
-A poll hands what it hears to a `QueueStateTracker`, which passes on changes only: to the bus as `queue.state_change`,
+A poll hands what it hears to a `QueueStateTracker`, which passes on changes only: to the bus,
 and to observers. The clients' own observer writes to the log through a `QueueStateLogger`.
 """
 
@@ -19,7 +19,6 @@ from tinkex.types.futures import QueueState
 
 logger = logging.getLogger("tinkex")
 
-STATE_CHANGE = "queue.state_change"
 QUIET_SECONDS = 60.0
 """How long the log says nothing more about the same client."""
 
@@ -158,7 +157,7 @@ class QueueStateTracker:
             "queue_state": state.value,
             "queue_state_reason": queue_state_reason,
         }
-        events.emit(STATE_CHANGE, {}, metadata)
+        events.emit(events.QUEUE_STATE_CHANGE, {}, metadata)
         for observer in self._observers:
             notify(observer, state, queue_state_reason, metadata)
         return True
