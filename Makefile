@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: demo test slow lint format dist-check clean help
+.PHONY: demo test slow lint format coverage dist-check clean help
 
 help:
 	@echo "make demo        watch a small model learn to add, on this machine"
@@ -12,6 +12,7 @@ help:
 	@echo "make slow        run the slow tests"
 	@echo "make lint        linter, formatter in check mode, strict types, layers"
 	@echo "make format      format the code"
+	@echo "make coverage    list every numbered requirement and the tests that show it"
 	@echo "make dist-check  build wheel and sdist, install them into empty environments, try them"
 
 demo: $(VENV)/.local
@@ -32,6 +33,9 @@ lint: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+coverage: $(VENV)/.test
+	@$(BIN)/python tools/coverage.py $(ARGS)
 
 dist-check: $(VENV)/.test
 	$(BIN)/python tools/dist_check.py

@@ -298,6 +298,6 @@ def test_a_change_is_an_event_with_all_that_is_known(heard: list[Any]) -> None:
         "queue_state": "paused_rate_limit",
         "queue_state_reason": "why",
     }
-    assert heard == [("queue.state_change", {}, metadata)]
+    assert heard == [("tinkex.queue.state_change", {}, metadata)]
     assert watcher.calls == [(RATE, metadata)]
     assert type(heard[0][2]["queue_state"]) is str

@@ -1504,7 +1504,7 @@ def test_the_secrets_of_a_configuration_are_known() -> None:
     known = secrets_of(
         Config(
             base_url="https://example.com",
-            api_key="plainkey",
+            api_key="tml-plainkey",
             credential_cmd="cat secretfile",
             cf_access_client_id="id",
             cf_access_client_secret="cfsecret",
@@ -1514,9 +1514,9 @@ def test_the_secrets_of_a_configuration_are_known() -> None:
             proxy_headers=(("X-Proxy", "proxyvalue"),),
         )
     )
-    assert {"plainkey", "cat secretfile", "cfsecret", "headerkey", "querytoken", "p@ss", "proxyvalue"} <= set(known)
+    assert {"tml-plainkey", "cat secretfile", "cfsecret", "headerkey", "querytoken", "p@ss", "proxyvalue"} <= set(known)
     assert {"team", "first", "id", ""}.isdisjoint(known)
-    shown = Scrubber(known).text("plainkey, user:p%40ss, p@ss, cat%20secretfile, dXNlcjpwQHNz, team")
+    shown = Scrubber(known).text("tml-plainkey, user:p%40ss, p@ss, cat%20secretfile, dXNlcjpwQHNz, team")
     assert shown == ", ".join(["[REDACTED]"] * 5 + ["team"])
     assert list(known) == sorted(known, key=len, reverse=True)
 

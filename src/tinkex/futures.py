@@ -53,9 +53,13 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         >>> loss = client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]  # doctest: +SKIP
     """
 
-    def __init__(self) -> None:
+    def __init__(self, future: concurrent.futures.Future[T] | None = None) -> None:
+        """Make a future to resolve by hand, or one that takes the outcome of another and passes a cancel on to it."""
         super().__init__()
         self._runtime: Runtime | None = None
+        if future is not None:
+            future.add_done_callback(lambda done: _copy_outcome(done, self))
+            self.add_done_callback(lambda mine: future.cancel() if mine.cancelled() else None)
 
     def result(self, timeout: float | None = None) -> T:
         """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work running."""
@@ -117,6 +121,17 @@ class Future(concurrent.futures.Future[T], Generic[T]):
     def future(self) -> concurrent.futures.Future[T]:
         """This future, as the plain concurrent one that it is."""
         return self
+
+
+def _copy_outcome(source: concurrent.futures.Future[T], target: Future[T]) -> None:
+    if target.done():
+        return
+    if source.cancelled():
+        target.cancel()
+    elif (error := source.exception()) is not None:
+        target.set_exception(error)
+    else:
+        target.set_result(source.result())
 
 
 def _users_level() -> int:

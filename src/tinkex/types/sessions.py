@@ -156,7 +156,7 @@ class TelemetrySendRequest(Record, frozen=True, kw_only=True):
 class TelemetryResponse(Record, frozen=True, kw_only=True):
     """Events were taken."""
 
-    status: str
+    status: Literal["accepted"]
 
 
 class FutureRetrieveRequest(Record, frozen=True, kw_only=True):
