@@ -110,7 +110,7 @@ async def _read(op: Operation, request: Request, state: State) -> Call:
     limit = state.limits.body_bytes
     path = {name: str(value) for name, value in request.path_params.items()}
     if op.request is None:
-        return Call(None, path, b"")
+        return Call(None, path, b"", query=dict(request.query_params), headers=request.headers)
     body = await _body(request, limit)
     content_type = request.headers.get("content-type", codec.JSON)
     encoding = request.headers.get("content-encoding")
@@ -122,7 +122,13 @@ async def _read(op: Operation, request: Request, state: State) -> Call:
             decoded = codec.decode(op.request, plain or b"{}", content_type)
         except ValueError as error:
             raise Unreadable(str(error), plain) from None
-        return Call(decoded, path, digest_of(op.path, plain))
+        return Call(
+            decoded,
+            path,
+            digest_of(op.path, plain),
+            query=dict(request.query_params),
+            headers=request.headers,
+        )
 
     try:
         return await asyncio.to_thread(decode) if len(body) > OFF_LOOP_BYTES else decode()

@@ -108,7 +108,7 @@ async def create_session(state: State, call: Call) -> CreateSessionResponse:
     """Open a session."""
     request: CreateSessionRequest = call.request
     session_id = str(uuid.uuid4())
-    await asyncio.to_thread(state.store.add_session, session_id, request.model_dump(mode="json"))
+    await asyncio.to_thread(state.store.add_session, session_id, request.model_dump(mode="json"), call.owner)
     state.heard[session_id] = time.monotonic()
     return CreateSessionResponse(session_id=session_id)
 

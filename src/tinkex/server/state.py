@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from tinkex.engine import BaseModel, Engine, EngineError
 from tinkex.server.promises import Promise, Promises
 from tinkex.server.scheduler import Lane, Worker
-from tinkex.server.store import Run, Store
+from tinkex.server.store import LOCAL_OWNER, Run, Store
 
 logger = logging.getLogger("tinkex.server")
 
@@ -80,6 +80,10 @@ class Call:
     request: Any
     path: dict[str, str]
     digest: bytes
+    owner: str = LOCAL_OWNER
+    """Who asks: the account of the key."""
+    query: dict[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class State:

@@ -37,7 +37,23 @@ MIGRATIONS = (
     CREATE INDEX checkpoints_of_run ON checkpoints (model_id);
     """,
     "CREATE TABLE joins (sampler_id TEXT PRIMARY KEY, clients INTEGER NOT NULL)",
+    """
+    ALTER TABLE sessions ADD COLUMN owner TEXT NOT NULL DEFAULT 'local';
+    ALTER TABLE runs ADD COLUMN owner TEXT NOT NULL DEFAULT 'local';
+    ALTER TABLE runs ADD COLUMN last_request REAL NOT NULL DEFAULT 0;
+    ALTER TABLE runs ADD COLUMN corrupted INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE samplers ADD COLUMN owner TEXT NOT NULL DEFAULT 'local';
+    ALTER TABLE checkpoints ADD COLUMN owner TEXT NOT NULL DEFAULT 'local';
+    ALTER TABLE checkpoints ADD COLUMN public INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE checkpoints ADD COLUMN project_id TEXT;
+    CREATE INDEX sessions_of_owner ON sessions (owner, created);
+    CREATE INDEX runs_of_owner ON runs (owner, created);
+    CREATE INDEX checkpoints_of_owner ON checkpoints (owner, created)
+    """,
 )
+
+LOCAL_OWNER = "local"
+"""Who owns what is made on an open server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +66,7 @@ class Run:
     lora: LoraConfig
     optimizer: dict[str, Any]
     user_metadata: dict[str, Any] = field(default_factory=dict)
+    owner: str = LOCAL_OWNER
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +78,7 @@ class Sampler:
     base_model: str
     model_path: str | None
     is_snapshot: bool = False
+    owner: str = LOCAL_OWNER
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +95,9 @@ class SavedCheckpoint:
     size_bytes: int
     expires: float | None = None
     user_metadata: dict[str, str] = field(default_factory=dict)
+    owner: str = LOCAL_OWNER
+    public: bool = False
+    project_id: str | None = None
 
 
 class Store:
@@ -122,12 +143,13 @@ class Store:
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add_session(self, session_id: str, request: dict[str, Any]) -> None:
+    def add_session(self, session_id: str, request: dict[str, Any], owner: str = LOCAL_OWNER) -> None:
         """Record a new session."""
         self._insert(
             "sessions",
             {
                 "session_id": session_id,
+                "owner": owner,
                 "created": time.time(),
                 "project_id": request.get("project_id"),
                 "display_name": request.get("display_name"),
@@ -164,6 +186,7 @@ class Store:
                 "optimizer": json.dumps(run.optimizer),
                 "user_metadata": json.dumps(run.user_metadata),
                 "created": time.time(),
+                "owner": run.owner,
             },
         )
 
@@ -179,6 +202,7 @@ class Store:
             lora=LoraConfig.model_validate_json(row["lora"]),
             optimizer=json.loads(row["optimizer"]),
             user_metadata=json.loads(row["user_metadata"]),
+            owner=row["owner"],
         )
 
     def add_sampler(self, sampler: Sampler) -> None:
@@ -192,6 +216,7 @@ class Store:
                 "model_path": sampler.model_path,
                 "is_snapshot": sampler.is_snapshot,
                 "created": time.time(),
+                "owner": sampler.owner,
             },
             replace=True,
         )
@@ -207,6 +232,7 @@ class Store:
             row["base_model"],
             row["model_path"],
             bool(row["is_snapshot"]),
+            row["owner"],
         )
 
     def join_sampler(self, sampler_id: str) -> int:
@@ -236,6 +262,9 @@ class Store:
                 "created": saved.created,
                 "expires": saved.expires,
                 "user_metadata": json.dumps(saved.user_metadata),
+                "owner": saved.owner,
+                "public": saved.public,
+                "project_id": saved.project_id,
             },
             replace=True,
         )
@@ -247,8 +276,9 @@ class Store:
             tinker_path,
             time.time(),
         )
-        if row is None:
-            return None
+        return None if row is None else self._saved(row)
+
+    def _saved(self, row: sqlite3.Row) -> SavedCheckpoint:
         return SavedCheckpoint(
             tinker_path=row["tinker_path"],
             model_id=row["model_id"],
@@ -260,4 +290,7 @@ class Store:
             size_bytes=row["size_bytes"],
             expires=row["expires"],
             user_metadata=json.loads(row["user_metadata"]),
+            owner=row["owner"],
+            public=bool(row["public"]),
+            project_id=row["project_id"],
         )
