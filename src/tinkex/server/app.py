@@ -19,6 +19,7 @@ from tinkex import codec
 from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
+from tinkex.server import revival
 from tinkex.server.handlers import HANDLERS
 from tinkex.server.results import encoding
 from tinkex.server.state import Call, Limits, Refusal, State
@@ -36,16 +37,19 @@ def create_app(
 ) -> Starlette:
     """The server as an ASGI application over an engine; its lifespan starts and stops the worker."""
     state = State(engine, data_dir, limits or Limits())
+    revival.enable(state, HANDLERS)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         state.worker.start()
+        revival.take_up_sessions(state)
         tending = asyncio.create_task(state.tend())
         try:
             yield
         finally:
             tending.cancel()
             await state.worker.stop()
+            state.close_journals()
             state.store.close()
 
     routes = [
@@ -126,6 +130,9 @@ async def _read(op: Operation, request: Request, state: State) -> Call:
             decoded,
             path,
             digest_of(op.path, plain),
+            op=op.name,
+            body=plain,
+            content_type=content_type,
             query=dict(request.query_params),
             headers=request.headers,
         )
@@ -170,10 +177,21 @@ async def _answer(op: Operation, state: State, request: Request, call: Call) -> 
     return Response(to_json(result), media_type=codec.JSON)
 
 
+async def _take_up(state: State, request_id: str) -> None:
+    """Look for a request among those that an earlier life of the server took."""
+    owner = request_id.rpartition(":")[0]
+    await state.revived(owner)
+    if (sampler := await asyncio.to_thread(state.store.sampler, owner)) is not None:
+        await state.revived(sampler.session_id)
+
+
 async def retrieve_future(op: Operation, state: State, request: Request, call: Call) -> Response:
     """Hold the request until the result is there, for as long as a poll may be held; then 408."""
     wanted: FutureRetrieveRequest = call.request
     promise = state.promises.get(wanted.request_id)
+    if promise is None and not state.promises.is_gone(wanted.request_id):
+        await _take_up(state, wanted.request_id)
+        promise = state.promises.get(wanted.request_id)
     if promise is None:
         if state.promises.is_gone(wanted.request_id):
             raise Refusal(410, f"the result of request {wanted.request_id!r} has expired")

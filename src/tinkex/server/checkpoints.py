@@ -29,6 +29,7 @@ def save_checkpoint(
     overwrite: bool,
     ttl_seconds: int | None,
     user_metadata: dict[str, str] | None,
+    request_id: str | None = None,
 ) -> str:
     """Write to a temporary name, rename, then record: a checkpoint is whole or not there. On the worker."""
     if not NAME.fullmatch(name):
@@ -39,6 +40,8 @@ def save_checkpoint(
         raise EngineError(f"ttl_seconds must lie between {MIN_TTL} and {MAX_TTL}, got {ttl_seconds}")
     path = f"{SCHEME}{run.model_id}/{kind}/{name}"
     existing = state.store.checkpoint(path)
+    if existing is not None and request_id is not None and existing.request_id == request_id:
+        return path  # the server was killed between this and the answer
     if existing is not None and not overwrite:
         hint = "; pass overwrite=True to replace it" if kind == "weights" else ""
         raise EngineError(f"checkpoint {path} exists already{hint}")
@@ -67,6 +70,8 @@ def save_checkpoint(
             size_bytes=sum(file.stat().st_size for file in target.iterdir()),
             expires=None if ttl_seconds is None else time.time() + ttl_seconds,
             user_metadata=user_metadata or {},
+            owner=run.owner,
+            request_id=request_id,
         )
     )
     if existing is not None:

@@ -47,6 +47,7 @@ async def poll(state: State, request: FuturesRetrieveRequest) -> FuturesRetrieve
         sampler = await asyncio.to_thread(state.store.sampler, target[0])
         if sampler is None:
             raise Refusal(404, f"there is no sampling session {target[0]!r}")
+        await state.revived(sampler.session_id)  # what was asked for before a restart ends in this log, too
         state.promises.open_log(target, sampler.session_id)
     log = state.promises.log(target)
     assert log is not None

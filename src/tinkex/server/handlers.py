@@ -23,7 +23,17 @@ from tinkex.server.scheduler import CANCELLED
 from tinkex.server.state import CARRY_ON, Call, LiveRun, Refusal, State
 from tinkex.server.store import Run, Sampler
 from tinkex.server.streams import SampleStream
-from tinkex.server.submission import digest_of, enqueue, enqueue_unload, failed_receipt, live_run, promise_once
+from tinkex.server.submission import (
+    digest_of,
+    enqueue,
+    enqueue_unload,
+    failed_receipt,
+    live_run,
+    promise_once,
+    settle_state,
+    take_sample,
+    write_state,
+)
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -179,19 +189,21 @@ async def create_model(state: State, call: Call) -> UntypedAPIFuture:
     lora = request.lora_config or LoraConfig(rank=DEFAULT_RANK)
 
     async def creating() -> CreateModelResponse:
-        run = await state.worker.run(new_run, state, model_id, request.session_id, request.base_model, lora, request)
-        enter(state, run)
+        run = await state.worker.run(
+            new_run, state, model_id, request.session_id, request.base_model, lora, request, call
+        )
+        enter(state, LiveRun(run))
         return CreateModelResponse(model_id=model_id)
 
-    return promise_once(state, f"{model_id}:0", request.session_id, call, creating, model_id)
+    return await promise_once(state, f"{model_id}:0", request.session_id, call, creating, model_id)
 
 
-def enter(state: State, run: Run) -> None:
+def enter(state: State, live: LiveRun) -> None:
     """Take a run in whose adapter has been made; on the event loop, as all changes of what is live."""
-    if run.session_id not in state.heard:
-        state.worker.run(state.engine.drop, run.model_id)
+    if live.run.session_id not in state.heard:
+        state.worker.run(state.engine.drop, live.run.model_id)
         raise EngineError("the session has ended")
-    state.runs[run.model_id] = LiveRun(run)
+    state.runs[live.run.model_id] = live
 
 
 def new_run(
@@ -201,17 +213,20 @@ def new_run(
     base_model: str,
     lora: LoraConfig,
     request: CreateModelRequest | LoadWeightsRequest,
+    call: Call,
 ) -> Run:
     """Make an adapter and put its run on record; on the worker."""
     optimizer = request.optimizer_config.to_wire() if request.optimizer_config else {"type": "adamw"}
     if optimizer["type"] != "adamw":
         raise EngineError(f"optimizer {optimizer['type']!r} is not supported by this server; it has: adamw")
     state.base_model(base_model)
-    if state.store.run(model_id) is not None:  # its live state went with an earlier life of the server
+    known = state.store.run(model_id)
+    if known is not None and not call.is_replayed:  # it was unloaded
         raise EngineError(f"model {model_id!r} is no longer loaded; {CARRY_ON}")
     state.engine.create(model_id, base_model, lora)
-    run = Run(model_id, session_id, base_model, lora, optimizer, request.user_metadata or {})
-    state.store.add_run(run)
+    run = Run(model_id, session_id, base_model, lora, optimizer, request.user_metadata or {}, call.owner)
+    if known is None:
+        state.store.add_run(run)
     return run
 
 
@@ -298,6 +313,7 @@ async def save_weights(state: State, call: Call) -> UntypedAPIFuture:
             overwrite=request.overwrite,
             ttl_seconds=request.ttl_seconds,
             user_metadata=request.user_metadata,
+            request_id=None if request.seq_id is None else f"{request.model_id}:{request.seq_id}",
         )
         return SaveWeightsResponse(path=path, type="save_weights")
 
@@ -320,18 +336,31 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
                 overwrite=False,
                 ttl_seconds=request.ttl_seconds,
                 user_metadata=request.user_metadata,
+                request_id=None if request.seq_id is None else f"{request.model_id}:{request.seq_id}",
             )
             return SaveWeightsForSamplerResponseInternal(path=path, type="save_weights_for_sampler")
         if request.sampling_session_seq_id is None:
             raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
         state.engine.snapshot(run.model_id, sampler_id)
-        state.store.add_sampler(Sampler(sampler_id, run.session_id, run.base_model, None, is_snapshot=True))
+        state.store.add_sampler(
+            Sampler(
+                sampler_id,
+                run.session_id,
+                run.base_model,
+                None,
+                is_snapshot=True,
+                owner=run.owner,
+                model_id=run.model_id,
+            )
+        )
         return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id, type="save_weights_for_sampler")
 
     def after(saved: SaveWeightsForSamplerResponseInternal) -> SaveWeightsForSamplerResponseInternal:
         if saved.sampling_session_id is not None:
             state.keep_snapshot(run.session_id, saved.sampling_session_id)
+            if (live := state.runs.get(run.model_id)) is not None:
+                live.unsaved_samplers.append(saved.sampling_session_id)
         return saved
 
     # The official client counts sampling_session_seq_id up when it retries: it does not make another request of it.
@@ -362,21 +391,25 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
     await require_session(state, request.session_id)
     session_id, model_id = request.session_id, f"{request.session_id}:train:{request.model_seq_id}"
 
-    def work() -> Run:
+    def work() -> LiveRun:
         saved = find_checkpoint(state, request.path, "weights", request.base_model)
-        run = new_run(state, model_id, session_id, saved.base_model, saved.lora, request)
+        run = new_run(state, model_id, session_id, saved.base_model, saved.lora, request, call)
+        live = LiveRun(run)
         try:
             state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
+            write_state(state, live, 0)  # the checkpoint may be deleted as soon as the client knows that it is loaded
         except BaseException:  # a run that is not what was asked for must not be trained by mistake
             state.engine.drop(model_id)
             raise
-        return run
+        return live
 
     async def creating() -> LoadWeightsResponse:
-        enter(state, await state.worker.run(work))
+        live = await state.worker.run(work)
+        enter(state, live)
+        settle_state(state, live)
         return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
 
-    return promise_once(state, f"{model_id}:0", session_id, call, creating, model_id)
+    return await promise_once(state, f"{model_id}:0", session_id, call, creating, model_id)
 
 
 async def weights_info(state: State, call: Call) -> WeightsInfoResponse:
@@ -451,7 +484,10 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
         if state.promises.get(request_id) is None:  # the same request may have come twice while weights were sought
             cancel = functools.partial(state.worker.cancel, request_id)
             promise = state.promises.add(request_id, call.digest, sampler.session_id, target, cancel)
-            state.promises.follow(promise, draw(state, request_id, source, request))
+            drawing = functools.partial(draw, state, request_id, source, request)
+            await take_sample(state, promise, call, request, drawing)
+    elif known is not None and known.recorded is not None:
+        await asyncio.shield(known.recorded)
     return UntypedAPIFuture(
         request_id=request_id,
         sample_sequence_ids=[f"{request_id}:{index}" for index in range(request.num_samples)],
@@ -466,7 +502,7 @@ async def stream_sample(state: State, call: Call) -> SampleStream:
     job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
 
     def start(listener: Listener) -> Awaitable[SampleResponse]:
-        return draw(state, job, source, request, listener)
+        return draw(state, job, source, request, listener=listener)
 
     return SampleStream(start, lambda: state.worker.cancel(job), state.limits.quiet_seconds)
 

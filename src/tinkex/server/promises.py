@@ -20,6 +20,8 @@ from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
 logger = logging.getLogger("tinkex.server")
 
 KEEP_READ = 600.0
+JUST_READ = 60.0
+"""A result that was read so lately may not have reached its reader."""
 KEEP_UNREAD = 24 * 3600.0
 KEEP_GONE = 100_000
 """How many expired ids are told from unknown ones."""
@@ -44,6 +46,8 @@ class Promise:
     result: Any = None
     kept: codec.Body | None = None
     """The encoded result, when it has been announced and not fetched yet."""
+    recorded: asyncio.Future[None] | None = None
+    """Done when the request is on disk: not before that is it acknowledged."""
     number: int = 0
     """Its place in the log."""
     is_sent: bool = False
@@ -157,6 +161,20 @@ class Promises:
         task = asyncio.ensure_future(_follow(promise, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def is_over(self, request_id: str) -> bool:
+        """Whether nobody will ask for a result any more: it was forgotten, or read some time ago."""
+        promise = self._promises.get(request_id)
+        return promise is None or bool(promise.read and self._clock() - promise.read > JUST_READ)
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Hold on to a task until it ends."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def take_back(self, promise: Promise) -> None:
+        """Forget a promise that was never acknowledged."""
+        self._promises.pop(promise.request_id, None)
 
     def sweep(self) -> None:
         """Forget the results whose time is over."""

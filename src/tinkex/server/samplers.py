@@ -27,6 +27,8 @@ async def find_source(state: State, sampler: Sampler) -> WeightSource:
     """The weights behind a sampler, as they are now; refuses what is no longer there."""
     if sampler.is_snapshot:
         if sampler.sampler_id not in state.snapshots:
+            await _find_snapshot(state, sampler)
+        if sampler.sampler_id not in state.snapshots:
             raise Refusal(
                 410, f"the weights of sampler {sampler.sampler_id!r} went with their session; save them again"
             )
@@ -41,14 +43,35 @@ async def find_source(state: State, sampler: Sampler) -> WeightSource:
     return WeightSource(f"{saved.tinker_path}@{saved.created}", saved.base_model, saved.directory)
 
 
+async def _find_snapshot(state: State, sampler: Sampler) -> None:
+    """Look for a nameless sampler of an earlier life: on disk, else in what its run does again."""
+    directory = state.snapshot_directory(sampler.sampler_id)
+    if await asyncio.to_thread(directory.is_dir):
+        state.snapshots[sampler.sampler_id] = directory
+        return
+    if sampler.model_id is None:
+        return
+    await state.revived(sampler.model_id)
+    live = state.runs.get(sampler.model_id)
+    for promise in list(live.recent.values()) if live is not None else ():
+        if sampler.sampler_id in state.snapshots:
+            return
+        await promise.done.wait()
+
+
 async def draw(
-    state: State, job: str, source: WeightSource, request: SampleRequest, listener: Listener | None = None
+    state: State,
+    job: str,
+    source: WeightSource,
+    request: SampleRequest,
+    seed: int | None = None,
+    listener: Listener | None = None,
 ) -> SampleResponse:
     """Queue the loading of weights that are not there yet, then the sample, without a pause between the two.
 
     The worker keeps that order, and a job holds its weights: they cannot be dropped before it has them.
     """
-    seed = request.sampling_params.seed
+    seed = request.sampling_params.seed if seed is None else seed
     loading = load(state, source) if source.is_loadable else None
     try:
         return await state.worker.sample(

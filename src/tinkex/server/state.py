@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinkex import codec
 from tinkex.engine import BaseModel, Engine, EngineError
+from tinkex.server.journal import Committer, Journal
 from tinkex.server.promises import Promise, Promises
 from tinkex.server.scheduler import Lane, Worker
 from tinkex.server.store import LOCAL_OWNER, Run, Store
 
 logger = logging.getLogger("tinkex.server")
 
+READ = "read"
+"""What a journal of samples says where results have been read."""
 CARRY_ON = "carry on from a saved state with create_training_client_from_state_with_optimizer"
 
 
@@ -71,6 +76,17 @@ class LiveRun:
     """The number under which the run is unloaded; nothing comes after it."""
     gap: int | None = None
     gap_timer: asyncio.TimerHandle | None = None
+    recent: dict[int, Promise] = field(default_factory=dict)
+    """Promises by number, as long as their results may have to be kept beside the next state on disk."""
+    since_state: int = 0
+    """Operations since the last state was put on disk …"""
+    state_time: float = field(default_factory=time.monotonic)
+    """… and when that was."""
+    new_state: int | None = None
+    """The number of a state whose files are written and not in force yet."""
+    enforcing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    unsaved_samplers: list[str] = field(default_factory=list)
+    """Nameless samplers of this run that are only in memory."""
 
 
 @dataclass(slots=True)
@@ -80,10 +96,23 @@ class Call:
     request: Any
     path: dict[str, str]
     digest: bytes
+    op: str = ""
+    """The operation's name; with the body and its type, all that is needed to carry it out again."""
+    body: bytes = b""
+    content_type: str = codec.JSON
+    is_replayed: bool = False
+    """Whether the request was taken by an earlier life of the server: it is on disk already."""
+    seed: int | None = None
+    """The seed that was drawn for a sample, if it was drawn before."""
     owner: str = LOCAL_OWNER
     """Who asks: the account of the key."""
     query: dict[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def file_name(name: str) -> str:
+    """An id as a name for a file; ids are ours, or made of ours."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
 class State:
@@ -101,10 +130,63 @@ class State:
         self.snapshots: dict[str, Path | None] = {}
         """Nameless samplers, and where their weights are once they had to make room in memory."""
         self.loading: dict[str, asyncio.Future[None]] = {}
+        self.committer = Committer()
+        self.samples: dict[str, dict[str, int]] = {}
+        """By session, the samples in its journal that may still be asked for, and their numbers there."""
+        self.journals: dict[str, Journal] = {}
+        self.reviving: dict[str, asyncio.Task[None]] = {}
+        self.revive: Callable[[str], Coroutine[Any, Any, None]] | None = None
+        """Takes up again what an earlier life of the server had of a run or of a session's samples."""
         data_dir.mkdir(parents=True, exist_ok=True)
+        self.left = {found.name for place in ("runs", "samples") for found in (data_dir / place).glob("*")}
+        """The names of what an earlier life left in its journals."""
         self.checkpoint_dir = data_dir / "checkpoints"
         self.checkpoint_dir.mkdir(exist_ok=True)
         self.store = Store(data_dir / "tinkex.sqlite3")
+
+    # ── what is on disk of what is live ──────────────────────────────────────────────────────────────────────────
+
+    def run_directory(self, model_id: str) -> Path:
+        """Where a run's journal and states are."""
+        return self.data_dir / "runs" / file_name(model_id)
+
+    def samples_directory(self, session_id: str) -> Path:
+        """Where the journal of a session's samples is."""
+        return self.data_dir / "samples" / file_name(session_id)
+
+    def snapshot_directory(self, sampler: str) -> Path:
+        """Where a nameless sampler's weights are when they are on disk."""
+        return self.data_dir / "snapshots" / file_name(sampler)
+
+    def journal(self, directory: Path) -> Journal:
+        """The journal in a directory."""
+        key = str(directory)
+        if key not in self.journals:
+            self.journals[key] = Journal(directory, self.committer)
+        return self.journals[key]
+
+    def forget_directory(self, directory: Path) -> None:
+        """Delete a journal and what is beside it."""
+        journal = self.journals.pop(str(directory), None)
+        if journal is not None:
+            journal.close()
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def close_journals(self) -> None:
+        """Finish what is being written."""
+        self.committer.stop()
+        for journal in self.journals.values():
+            journal.close()
+        self.journals.clear()
+
+    async def revived(self, name: str) -> None:
+        """Have what an earlier life left of a run (or of a session's samples) taken up, once."""
+        if self.revive is None or file_name(name) not in self.left:
+            return
+        task = self.reviving.get(name)
+        if task is None:
+            task = self.reviving[name] = asyncio.create_task(self.revive(name))
+        await asyncio.shield(task)
 
     def base_model(self, name: str) -> BaseModel:
         """A base model by name; the error lists the ones there are."""
@@ -131,6 +213,12 @@ class State:
             self.worker.run(self._forget_snapshot, sampler, self.snapshots.pop(sampler))
             self.loading.pop(sampler, None)
         self.promises.forget_session(session_id)
+        self.samples.pop(session_id, None)
+        prefix = file_name(session_id)
+        for place in ("runs", "samples", "snapshots"):
+            for directory in (self.data_dir / place).glob(f"{prefix}*"):
+                if directory.name == prefix or directory.name.startswith(f"{prefix}_"):
+                    self.forget_directory(directory)
 
     def after_loss(self, request_id: str) -> str | None:
         """What to do about a request that an earlier life of the server took; None when there was no such request."""
@@ -149,7 +237,7 @@ class State:
         self.snapshots[sampler] = None
         in_memory = [name for name, directory in self.snapshots.items() if directory is None]
         for name in in_memory[: -self.limits.snapshots]:
-            directory = self.data_dir / "snapshots" / name.replace(":", "_")
+            directory = self.snapshot_directory(name)
             self.snapshots[name] = directory  # whoever asks from now on is queued behind the saving
             self.worker.run(self._spill_snapshot, name, directory)
 
@@ -164,6 +252,18 @@ class State:
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
 
+    async def note_read_samples(self) -> None:
+        """Let the journals of samples know which results have reached their readers, and drop what is over."""
+        for session_id, numbers in list(self.samples.items()):
+            over = [request_id for request_id in numbers if self.promises.is_over(request_id)]
+            if not over:
+                continue
+            journal = self.journal(self.samples_directory(session_id))
+            for request_id in over:
+                del numbers[request_id]
+            await journal.append(time.time_ns(), {"op": READ, "ids": over})
+            journal.drop_until(min(numbers.values(), default=time.time_ns()) - 1)
+
     async def tend(self) -> None:
         """Until cancelled: forget results whose time is over, and sessions that fell silent."""
         while True:
@@ -176,6 +276,7 @@ class State:
     async def _sweep(self) -> None:
         self.promises.sweep()
         self.promises.sweep_logs(self.heard)
+        await self.note_read_samples()
         silent = time.monotonic() - self.limits.session_seconds
         for session_id in [s for s, heard in self.heard.items() if heard < silent]:
             await asyncio.to_thread(self.store.finish_session, session_id, "expired", "no heartbeat")

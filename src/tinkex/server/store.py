@@ -50,6 +50,10 @@ MIGRATIONS = (
     CREATE INDEX runs_of_owner ON runs (owner, created);
     CREATE INDEX checkpoints_of_owner ON checkpoints (owner, created)
     """,
+    """
+    ALTER TABLE samplers ADD COLUMN model_id TEXT;
+    ALTER TABLE checkpoints ADD COLUMN request_id TEXT
+    """,
 )
 
 LOCAL_OWNER = "local"
@@ -79,6 +83,8 @@ class Sampler:
     model_path: str | None
     is_snapshot: bool = False
     owner: str = LOCAL_OWNER
+    model_id: str | None = None
+    """The run that a nameless snapshot was taken of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,8 @@ class SavedCheckpoint:
     owner: str = LOCAL_OWNER
     public: bool = False
     project_id: str | None = None
+    request_id: str | None = None
+    """The request that saved it: carried out again after a crash, it finds its own work done."""
 
 
 class Store:
@@ -164,6 +172,12 @@ class Store:
         row = self._one("SELECT finished FROM sessions WHERE session_id = ?", session_id)
         return None if row is None else "active" if row["finished"] is None else "finished"
 
+    def open_sessions(self) -> list[str]:
+        """The sessions that have not ended."""
+        with self._lock:
+            rows = self._db.execute("SELECT session_id FROM sessions WHERE finished IS NULL").fetchall()
+        return [row["session_id"] for row in rows]
+
     def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
         """Record how a session ended; the first reason stays."""
         with self._lock:
@@ -217,6 +231,7 @@ class Store:
                 "is_snapshot": sampler.is_snapshot,
                 "created": time.time(),
                 "owner": sampler.owner,
+                "model_id": sampler.model_id,
             },
             replace=True,
         )
@@ -233,6 +248,7 @@ class Store:
             row["model_path"],
             bool(row["is_snapshot"]),
             row["owner"],
+            row["model_id"],
         )
 
     def join_sampler(self, sampler_id: str) -> int:
@@ -265,6 +281,7 @@ class Store:
                 "owner": saved.owner,
                 "public": saved.public,
                 "project_id": saved.project_id,
+                "request_id": saved.request_id,
             },
             replace=True,
         )
@@ -293,4 +310,5 @@ class Store:
             owner=row["owner"],
             public=bool(row["public"]),
             project_id=row["project_id"],
+            request_id=row["request_id"],
         )

@@ -9,34 +9,98 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import logging
+import os
+import secrets
+import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tinkex.engine import EngineError
-from tinkex.server.promises import Target
+from tinkex.server.journal import Entry, Journal, sync_directory
+from tinkex.server.journal import encode as encode_entry
+from tinkex.server.promises import JUST_READ, Promise, Target
+from tinkex.server.results import encode
 from tinkex.server.state import CARRY_ON, Call, LiveRun, Queued, Refusal, State
+from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import UnloadModelResponse, UntypedAPIFuture
 
+logger = logging.getLogger("tinkex.server")
 
-def promise_once(
+GIVEN_UP = "given_up"
+"""What the journal says instead of an operation where a number was no longer waited for."""
+STATE_OPERATIONS = 32
+"""After so many operations of a run, or …"""
+STATE_SECONDS = 30.0
+"""… so many seconds, its next optimizer step puts its state on disk."""
+
+
+async def promise_once(
     state: State,
     request_id: str,
     session_id: str,
     call: Call,
     begin: Callable[[], Awaitable[Any]],
-    model_id: str | None = None,
+    model_id: str,
 ) -> UntypedAPIFuture:
-    """A receipt for work that has no place in a lane; the same request again gets the same receipt."""
-    if state.promises.get(request_id) is None:
+    """A receipt for the creation of a run; the same request again gets the same receipt."""
+    if not call.is_replayed:
+        await state.revived(model_id)
+    promise = state.promises.get(request_id)
+    if promise is None:
         promise = state.promises.add(request_id, call.digest, session_id)
-        state.promises.follow(promise, begin())
+        journal = state.journal(state.run_directory(model_id))
+        await _taken(state, promise, journal, 0, call, lambda: state.promises.follow(promise, begin()))
+    elif promise.recorded is not None:
+        await asyncio.shield(promise.recorded)
     return UntypedAPIFuture(request_id=request_id, model_id=model_id)
 
 
+async def _taken(
+    state: State, promise: Promise, journal: Journal, number: int, call: Call, begin: Callable[[], None]
+) -> None:
+    """Put a request on disk, then begin with it: both or neither, even if nobody waits for the receipt any more."""
+    if call.is_replayed:
+        begin()
+        return
+
+    async def taking() -> None:
+        facts: dict[str, Any] = {"op": call.op, "type": call.content_type, "owner": call.owner}
+        if call.seed is not None:
+            facts |= {"seed": call.seed, "id": promise.request_id}
+        await journal.append(number, facts, call.body)
+        begin()
+
+    task = promise.recorded = asyncio.ensure_future(taking())
+    state.promises.keep(task)
+    try:
+        await asyncio.shield(task)
+    except OSError as error:
+        state.promises.take_back(promise)
+        raise Refusal(503, f"the request cannot be put on disk, so it was not taken: {error}") from None
+
+
+async def take_sample(
+    state: State, promise: Promise, call: Call, request: SampleRequest, draw: Callable[[int], Awaitable[Any]]
+) -> None:
+    """Put a request for samples on disk with the seed that is used for it, then begin to draw."""
+    if call.seed is None:
+        seed = request.sampling_params.seed
+        call.seed = secrets.randbits(63) if seed is None else seed
+    drawing = functools.partial(draw, call.seed)
+    journal = state.journal(state.samples_directory(promise.session_id))
+    number = state.samples.setdefault(promise.session_id, {})[promise.request_id] = time.time_ns()
+    await _taken(state, promise, journal, number, call, lambda: state.promises.follow(promise, drawing()))
+
+
 async def live_run(state: State, model_id: str) -> LiveRun:
-    """The run an operation is for."""
+    """The run an operation is for; one of an earlier life of the server is taken up again."""
     live = state.runs.get(model_id)
+    if live is None:
+        await state.revived(model_id)
+        live = state.runs.get(model_id)
     if live is not None:
         state.heard[live.run.session_id] = time.monotonic()
         return live
@@ -44,8 +108,7 @@ async def live_run(state: State, model_id: str) -> LiveRun:
         raise Refusal(404, f"there is no model {model_id!r}")
     raise Refusal(
         410,
-        f"model {model_id!r} is no longer loaded (it was unloaded, its session ended or the server was restarted); "
-        f"{CARRY_ON}",
+        f"model {model_id!r} is no longer loaded (it was unloaded, or its session has ended); {CARRY_ON}",
     )
 
 
@@ -59,12 +122,14 @@ async def enqueue(
 ) -> UntypedAPIFuture:
     """Put an operation into its run's lane; a repeated number gives the original receipt."""
     live = await live_run(state, model_id)
-    number = live.lane.free if seq_id is None else seq_id
+    number = _free(state, live) if seq_id is None else seq_id
     if number < 1:
         raise Refusal(400, f"seq_id must be at least 1, got {number}")
     request_id = f"{model_id}:{number}"
     known = state.promises.get(request_id)
     if known is not None and known.digest == call.digest:
+        if known.recorded is not None:
+            await asyncio.shield(known.recorded)
         return UntypedAPIFuture(request_id=request_id, model_id=model_id)
     if known is not None:
         receipt = failed_receipt(state, request_id, live.run.session_id, call)
@@ -72,13 +137,130 @@ async def enqueue(
     if live.last is not None and number >= live.last:
         raise Refusal(410, f"model {model_id!r} has been unloaded; {CARRY_ON}")
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
-    try:
-        released = live.lane.offer(number, Queued(promise, work, after))
-    except ValueError:
+    if number < live.lane.next:  # it will not be carried out, so it need not be on disk
         promise.fail(f"request number {number} of this run has passed; the next one is {live.lane.next}")
-        released = []
-    _release(state, live, released)
+        return UntypedAPIFuture(request_id=request_id, model_id=model_id)
+
+    def begin() -> None:
+        if state.runs.get(model_id) is not live:
+            promise.fail("the session has ended")
+            return
+        live.recent[number] = promise
+        queued = Queued(promise, functools.partial(_work, state, live, number, call.op, work), after)
+        try:
+            released = live.lane.offer(number, queued)
+        except ValueError:
+            promise.fail(f"request number {number} of this run has passed; the next one is {live.lane.next}")
+            released = []
+        _release(state, live, released)
+
+    await _taken(state, promise, state.journal(state.run_directory(model_id)), number, call, begin)
     return UntypedAPIFuture(request_id=request_id, model_id=model_id)
+
+
+def _free(state: State, live: LiveRun) -> int:
+    """The next number for a request that brings none; some may be on their way to the disk."""
+    number = live.lane.free
+    while state.promises.get(f"{live.run.model_id}:{number}") is not None:
+        number += 1
+    return number
+
+
+def _work(state: State, live: LiveRun, number: int, op: str, work: Callable[[], Any]) -> Any:
+    """Carry an operation out; where nothing is pending after it, the run's state may go to disk. On the worker."""
+    result = work()
+    live.since_state += 1
+    overdue = live.since_state >= STATE_OPERATIONS or time.monotonic() - live.state_time >= STATE_SECONDS
+    # What was loaded may be deleted once the client knows that it is loaded: that state cannot wait.
+    if op == "load_weights" or (op == "optim_step" and overdue):
+        write_state(state, live, number)
+    return result
+
+
+def write_state(state: State, live: LiveRun, number: int) -> None:
+    """Write the files of a state that comes into force later. On the worker."""
+    directory = state.run_directory(live.run.model_id) / f"state-{number}.new"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    state.engine.save(live.run.model_id, directory, optimizer=True)
+    live.new_state, live.since_state, live.state_time = number, 0, time.monotonic()
+
+
+def settle_state(state: State, live: LiveRun) -> None:
+    """Have a state that was written come into force, with the results and samplers that go with it."""
+    if live.new_state is not None:
+        number, live.new_state = live.new_state, None
+        state.promises.keep(asyncio.ensure_future(_enforce_in_turn(state, live, number)))
+
+
+async def _enforce_in_turn(state: State, live: LiveRun, number: int) -> None:
+    async with live.enforcing:
+        await _enforce(state, live, number)
+
+
+async def _enforce(state: State, live: LiveRun, number: int) -> None:
+    """Put what must outlive the journal beside a state, make it the one in force, and drop what it stands for."""
+    directory = state.run_directory(live.run.model_id)
+    written, final = directory / f"state-{number}.new", directory / f"state-{number}"
+    journal = state.journal(directory)
+    journal.rotate()
+    now = time.monotonic()
+    covered = {key: promise for key, promise in live.recent.items() if key <= number}
+    wanted = [p for p in covered.values() if not p.read or now - p.read < JUST_READ]
+    samplers, live.unsaved_samplers = live.unsaved_samplers, []
+    try:
+        for sampler in samplers:
+            if state.snapshots.get(sampler, final) is None:
+                await state.worker.run(save_snapshot, state, sampler)
+        for promise in wanted:
+            await promise.done.wait()
+        await asyncio.to_thread(_write_results, written / "results.log", wanted)
+        if final.exists():
+            shutil.rmtree(final)
+        written.rename(final)
+        sync_directory(directory)
+    except (OSError, EngineError):
+        logger.exception("the state of %s could not be put on disk; its journal stays", live.run.model_id)
+        live.unsaved_samplers = samplers + live.unsaved_samplers
+        return
+    for key in covered:
+        if key in live.recent and live.recent[key].read:
+            del live.recent[key]
+    journal.drop_until(number)
+    for old in directory.glob("state-*"):
+        if old != final and _number_of(old) < number:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def save_snapshot(state: State, sampler: str) -> None:
+    """Put a nameless sampler's weights on disk; it stays in memory. On the worker."""
+    directory = state.snapshot_directory(sampler)
+    scratch = directory.with_name(f"{directory.name}.new")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    state.engine.save_sampler(sampler, scratch)
+    shutil.rmtree(directory, ignore_errors=True)
+    scratch.rename(directory)
+
+
+def _write_results(path: Path, promises: Sequence[Promise]) -> None:
+    with path.open("wb") as file:
+        for promise in promises:
+            body = encode(promise, as_protobuf=True)
+            facts = {
+                "id": promise.request_id,
+                "digest": promise.digest.hex(),
+                "kind": type(promise.result).__name__,
+                "type": body.content_type,
+            }
+            number = int(promise.request_id.rpartition(":")[2])
+            file.write(encode_entry(Entry(number, facts, body.data)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _number_of(directory: Path) -> int:
+    return int(directory.name.removeprefix("state-").removesuffix(".new"))
 
 
 async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIFuture:
@@ -87,6 +269,7 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
     receipt = UntypedAPIFuture(request_id=request_id, model_id=model_id)
     if state.promises.get(request_id) is not None:
         return receipt
+    await state.revived(model_id)
     live = state.runs.get(model_id)
     if live is None:
         run = await asyncio.to_thread(state.store.run, model_id)
@@ -97,6 +280,7 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
 
     def after(_: None) -> UnloadModelResponse:
         state.runs.pop(model_id, None)
+        state.forget_directory(state.run_directory(model_id))
         return response
 
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
@@ -108,23 +292,27 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
 
 def _release(state: State, live: LiveRun, released: Iterable[Queued]) -> None:
     for queued in released:
-        _begin(state, queued)
+        _begin(state, live, queued)
     _watch_gap(state, live)
 
 
-def _begin(state: State, queued: Queued) -> None:
-    state.promises.follow(queued.promise, _execute(state.worker.run(queued.work), queued.after))
+def _begin(state: State, live: LiveRun, queued: Queued) -> None:
+    state.promises.follow(queued.promise, _execute(state, live, state.worker.run(queued.work), queued.after))
 
 
 async def spend_number(state: State, numbered: tuple[str, int] | None, body: bytes, why: str) -> None:
     """Let a refused request use its number up: its client has moved on, and later requests must not wait for it."""
-    if numbered is None or numbered[0] not in state.runs:
-        return
+    if numbered is not None and numbered[0] in state.runs:
+        await spend(state, Call(None, {}, digest_of("", body), op="", body=why.encode()), *numbered)
+
+
+async def spend(state: State, call: Call, model_id: str, number: int) -> None:
+    """Use a number up with a failure whose reason is the call's body."""
 
     def work() -> None:
-        raise EngineError(why)
+        raise EngineError(call.body.decode())
 
-    await enqueue(state, Call(None, {}, digest_of("", body)), *numbered, work)
+    await enqueue(state, call, model_id, number, work)
 
 
 def failed_receipt(state: State, request_id: str, session_id: str, call: Call, target: Target | None = None) -> str:
@@ -137,9 +325,14 @@ def failed_receipt(state: State, request_id: str, session_id: str, call: Call, t
     return failed_id
 
 
-async def _execute(running: asyncio.Future[Any], after: Callable[[Any], Any] | None) -> Any:
-    result = await running
-    return after(result) if after else result
+async def _execute(
+    state: State, live: LiveRun, running: asyncio.Future[Any], after: Callable[[Any], Any] | None
+) -> Any:
+    try:
+        result = await running
+        return after(result) if after else result
+    finally:
+        settle_state(state, live)
 
 
 def _watch_gap(state: State, live: LiveRun) -> None:
@@ -158,6 +351,13 @@ def _watch_gap(state: State, live: LiveRun) -> None:
 
 def _close_gap(state: State, live: LiveRun, missing: int) -> None:
     live.gap = live.gap_timer = None
+    journal = state.journal(state.run_directory(live.run.model_id))
+    state.promises.keep(asyncio.ensure_future(journal.append(missing, {"op": GIVEN_UP})))
+    give_up_gap(state, live, missing)
+
+
+def give_up_gap(state: State, live: LiveRun, missing: int) -> None:
+    """Stop waiting for a number: what waited for it fails, and the run goes on."""
     waiting = live.lane.give_up()
     abandoned = [queued for queued in waiting if not queued.is_due_anyway]
     for queued in abandoned:
@@ -167,7 +367,7 @@ def _close_gap(state: State, live: LiveRun, missing: int) -> None:
         )
     for queued in waiting:
         if queued.is_due_anyway:
-            _begin(state, queued)
+            _begin(state, live, queued)
 
 
 def digest_of(path: str, body: bytes) -> bytes:

@@ -1,0 +1,186 @@
+"""What an earlier life of the server had promised is taken up again, when somebody asks for it.
+
+A run is rebuilt from its last state on disk and the requests that its journal holds after it: they go through the same
+handlers as when they came, and give the same results. Samples are drawn again with the seeds that were drawn for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import re
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tinkex import codec
+from tinkex.protocol import BY_NAME
+from tinkex.server.journal import Entry, decode
+from tinkex.server.scheduler import Lane
+from tinkex.server.state import READ, Call, LiveRun, Queued, Refusal, State, file_name
+from tinkex.server.store import Run
+from tinkex.server.submission import GIVEN_UP, digest_of, give_up_gap, spend
+from tinkex.types.sessions import RequestFailedResponse
+from tinkex.types.training import CreateModelResponse
+
+logger = logging.getLogger("tinkex.server")
+
+Handlers: TypeAlias = Mapping[str, Callable[[State, Call], Awaitable[Any]]]
+
+
+def enable(state: State, handlers: Handlers) -> None:
+    """Let what is asked for and not in memory be looked for on disk."""
+    state.revive = functools.partial(_revive, state, handlers)
+
+
+def take_up_sessions(state: State) -> None:
+    """Count the silence of the sessions that were open when the server ended from now on; forget what others left."""
+    now = time.monotonic()
+    sessions = state.store.open_sessions()
+    for session_id in sessions:
+        state.heard.setdefault(session_id, now)
+    names = {file_name(session_id) for session_id in sessions} | {"direct"}
+    for place in ("runs", "samples", "snapshots"):
+        for directory in (state.data_dir / place).glob("*"):
+            if re.split(r"_(?:train|sample)_", directory.name)[0] not in names:
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _revive(state: State, handlers: Handlers, name: str) -> None:
+    directory = state.run_directory(name)
+    if await asyncio.to_thread(directory.is_dir):
+        try:
+            await _revive_run(state, handlers, name, directory)
+        except Exception:
+            logger.exception("%s could not be taken up again", name)
+        return
+    directory = state.samples_directory(name)
+    if await asyncio.to_thread(directory.is_dir):
+        await _revive_samples(state, handlers, name, directory)
+
+
+# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _revive_run(state: State, handlers: Handlers, model_id: str, directory: Path) -> None:
+    started = time.monotonic()
+    entries = await asyncio.to_thread(state.journal(directory).read)
+    run = await asyncio.to_thread(state.store.run, model_id)
+    number, frozen = await asyncio.to_thread(_last_state, directory)
+    session_id = model_id.rpartition(":train:")[0]
+    if await asyncio.to_thread(state.store.session_state, session_id) != "active":
+        return
+    state.heard[session_id] = time.monotonic()
+    if run is not None and frozen is not None:
+        live = LiveRun(run, Lane[Queued](number + 1))
+        await state.worker.run(_thaw, state, run, frozen)
+        state.runs[model_id] = live
+        await asyncio.to_thread(_read_results, state, live, frozen / "results.log")
+        if state.promises.get(f"{model_id}:0") is None:
+            state.promises.add(f"{model_id}:0", b"", session_id).settle(CreateModelResponse(model_id=model_id))
+    else:
+        number = 0
+        creation = next((entry for entry in entries if entry.number == 0), None)
+        if creation is None:
+            return
+        await handlers[creation.facts["op"]](state, call_of(creation))
+        created = state.promises.get(f"{model_id}:0")
+        assert created is not None
+        await created.done.wait()
+        if model_id not in state.runs:
+            return
+    live = state.runs[model_id]
+    later = [entry for entry in entries if entry.number > number]
+    for entry in later:
+        await _replay(state, handlers, live, entry)
+    logger.info(
+        "%s is taken up again: %d requests after state %d, in %.2f s",
+        model_id,
+        len(later),
+        number,
+        time.monotonic() - started,
+    )
+
+
+def _thaw(state: State, run: Run, directory: Path) -> None:
+    state.engine.create(run.model_id, run.base_model, run.lora)
+    state.engine.load(run.model_id, directory, optimizer=True)
+
+
+async def _replay(state: State, handlers: Handlers, live: LiveRun, entry: Entry) -> None:
+    op = entry.facts["op"]
+    if op == GIVEN_UP:
+        give_up_gap(state, live, entry.number)
+        return
+    call = call_of(entry)
+    try:
+        if op:
+            await handlers[op](state, call)
+        else:
+            await spend(state, call, live.run.model_id, entry.number)
+    except Refusal as refusal:
+        logger.warning("request %d of %s cannot be repeated: %s", entry.number, live.run.model_id, refusal.detail)
+
+
+def call_of(entry: Entry) -> Call:
+    """A journalled request as it came."""
+    name, content_type = entry.facts["op"], entry.facts.get("type", codec.JSON)
+    op = BY_NAME.get(name)
+    request = codec.decode(op.request, entry.body or b"{}", content_type) if op and op.request else None
+    return Call(
+        request,
+        {},
+        digest_of(op.path if op else "", entry.body),
+        op=name,
+        body=entry.body,
+        content_type=content_type,
+        is_replayed=True,
+        seed=entry.facts.get("seed"),
+        owner=entry.facts.get("owner", "local"),
+    )
+
+
+def _last_state(directory: Path) -> tuple[int, Path | None]:
+    """The state in force: the last that was finished."""
+    states = {
+        int(path.name.removeprefix("state-")): path for path in directory.glob("state-*") if path.suffix != ".new"
+    }
+    number = max(states, default=-1)
+    return number, states.get(number)
+
+
+KINDS: dict[str, type[Any]] = {op.result.__name__: op.result for op in BY_NAME.values() if op.result is not None} | {
+    "RequestFailedResponse": RequestFailedResponse
+}
+
+
+def _read_results(state: State, live: LiveRun, path: Path) -> None:
+    """Results that were not read when the state was made."""
+    data = path.read_bytes() if path.exists() else b""
+    for entry, _ in decode(data):
+        facts = entry.facts
+        promise = state.promises.add(facts["id"], bytes.fromhex(facts["digest"]), live.run.session_id)
+        promise.settle(codec.decode(KINDS[facts["kind"]], entry.body, facts["type"]))
+        live.recent[entry.number] = promise
+
+
+# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _revive_samples(state: State, handlers: Handlers, session_id: str, directory: Path) -> None:
+    """Draw what was asked for again; what nobody asks for any more costs a little time, no more."""
+    if await asyncio.to_thread(state.store.session_state, session_id) != "active":
+        return
+    state.heard[session_id] = time.monotonic()
+    entries = await asyncio.to_thread(state.journal(directory).read)
+    over = {request_id for entry in entries if entry.facts["op"] == READ for request_id in entry.facts["ids"]}
+    for entry in entries:
+        if entry.facts["op"] == READ or entry.facts["id"] in over or state.promises.get(entry.facts["id"]) is not None:
+            continue
+        try:
+            await handlers[entry.facts["op"]](state, call_of(entry))
+        except Refusal as refusal:
+            logger.warning("sample %s cannot be drawn again: %s", entry.facts["id"], refusal.detail)
