@@ -429,7 +429,7 @@ def test_our_own_server_never_gets_a_pass_in_the_older_form(tmp_path: Path, monk
     monkeypatch.setattr("tinkex.transport.HttpExchange.send", watched)
     with serving(FakeEngine(), tmp_path) as url, ServiceClient(base_url=url) as service:
         client = service.create_lora_training_client("fake", rank=2)
-        misnumbered = TrainingClient(service.holder, 0, client.model_id, first_seq_id=0)
+        misnumbered = TrainingClient(service.holder, 0, client.model_id, first_seq_id=-1)
         with pytest.raises(tinkex.BadRequestError, match="seq_id must be at least 1"):
             misnumbered.forward_backward(DATA, "cross_entropy").result(10)
         client.forward(DATA, "cross_entropy").result(10)
