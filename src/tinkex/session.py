@@ -86,6 +86,7 @@ class Session:
         self._trials: set[asyncio.Future[Reply]] = set()
         self._pending: set[Future[Any]] = set()
         self._finishing: asyncio.Future[None] | None = None
+        self._releasing: asyncio.Task[None] | None = None
         # When the last client lets go, the transport must still be closed: on the loop, without holding the session.
         weakref.finalize(self, _close_transport, self.transport, self._reporters).atexit = False
 
@@ -283,6 +284,8 @@ class Session:
 
     async def _abandon(self) -> None:
         await self.finish("interrupted", "the program ended without closing the session")
+        if self._releasing is not None:  # there is no later any more
+            await asyncio.wait({self._releasing})
 
     async def finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
         """Tell the server that this session is over, and let go of the connections; the first reason stays."""
@@ -306,7 +309,7 @@ class Session:
             if self.telemetry is None:
                 await self.transport.close()
             else:  # telemetry delays nobody
-                runtime().task(_let_go(self.transport, self._reporters))
+                self._releasing = runtime().task(_let_go(self.transport, self._reporters))
 
 
 async def _written(op: Operation, request: Any, older: bool, compress: bool) -> tuple[Operation, codec.Body]:
