@@ -7,12 +7,13 @@ know JSON alone, a separate endpoint for forward passes, fewer fields, and may a
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from tinkex import codec, protocol
+from tinkex.futures import failure_of
 from tinkex.protobuf import NotInProtobuf
 from tinkex.protocol import Operation
 from tinkex.transport import Reply, Transport
@@ -29,6 +30,7 @@ NEWER_FIELDS: dict[Operation, dict[str, Any]] = {
     },
     protocol.CREATE_MODEL: {"optimizer_config": {"type": "adamw"}},
     protocol.SAVE_WEIGHTS: {"overwrite": False},
+    protocol.OPTIM_STEP: {"type": "optim_step"},
     protocol.FORWARD_BACKWARD: {"forward_only": False},
 }
 """Fields that older servers may refuse, by the values that say nothing: those are not sent to them."""
@@ -51,6 +53,11 @@ class Receipt:
 def is_pass(op: Operation) -> bool:
     """Whether an operation is one that the newest protocol sends as protobuf."""
     return op is protocol.FORWARD_BACKWARD
+
+
+def shows_dialect(op: Operation, request: Any) -> bool:
+    """Whether the answer to a request tells which form a server reads: a pass over nothing is refused in any."""
+    return is_pass(op) and bool(request.forward_backward_input.data)
 
 
 def write_pass(request: ForwardBackwardRequest, compress: bool) -> codec.Body:
@@ -83,8 +90,14 @@ def read_receipt(transport: Transport, op: Operation, reply: Reply, submitted: f
         told = msgspec.json.decode(reply.body)
     except msgspec.DecodeError:
         told = None
-    if isinstance(told, dict) and "request_id" not in told and told.keys() & set(_fields(op.result)):
-        return Receipt(op, submitted, result=transport.decode(op, op.result, reply))
+    if isinstance(told, dict) and "request_id" not in told:
+        if "error" in told or told.get("status") == "failed":
+            raise failure_of(told, "", op)
+        if told.get("status") == "completed" and isinstance(told.get("result"), dict):
+            told = told["result"]
+            reply = replace(reply, body=msgspec.json.encode(told))
+        if told.keys() & set(_fields(op.result)):
+            return Receipt(op, submitted, result=transport.decode(op, op.result, reply))
     named: UntypedAPIFuture = transport.decode(op, UntypedAPIFuture, reply)
     return Receipt(op, submitted, named.request_id, named.sample_sequence_ids)
 

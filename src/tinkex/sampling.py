@@ -510,7 +510,7 @@ class SamplingClient:
 
     def __reduce__(self) -> Any:
         # As in the official SDK a pickle carries the credential, unlike a handle: it goes to the user's own workers.
-        return (_unpickled, (self.get_sampler_handle(), self._session.config.api_key))
+        return (_unpickled, (self.get_sampler_handle(), self._session.config.api_key, self._retry_config))
 
     async def _sampler(self) -> GetSamplerResponse:
         path = {"sampler_id": self.sampling_session_id}
@@ -537,8 +537,10 @@ class SamplingClient:
         return f"SamplingClient({self.sampling_session_id!r})"
 
 
-def _unpickled(handle: str, api_key: str | None) -> SamplingClient:
-    return SamplingClient.from_sampler_handle(handle, api_key=api_key)
+def _unpickled(handle: str, api_key: str | None, retry_config: RetryConfig | None) -> SamplingClient:
+    client = SamplingClient.from_sampler_handle(handle, api_key=api_key)
+    client._retry_config = retry_config
+    return client
 
 
 async def open_sampling_client(

@@ -17,6 +17,7 @@ from tinkex.futures import Future, start
 from tinkex.limits import BreakerState
 from tinkex.loss_graphs import LossHandle, PerDatumLossFn
 from tinkex.retries import RetryConfig
+from tinkex.runtime import runtime
 from tinkex.sampling import SamplingClient
 from tinkex.session import Session
 from tinkex.training import TrainingClient
@@ -155,9 +156,7 @@ class ServiceClient:
         user_metadata: dict[str, str] | None,
         optimizer: OptimizerConfig | None,
     ) -> Future[TrainingClient]:
-        if not (mlp or attn or unembed):
-            raise AssertionError("at least one of train_mlp, train_attn and train_unembed must be true")
-        lora = LoraConfig(rank=rank, seed=seed, train_unembed=unembed, train_mlp=mlp, train_attn=attn)
+        lora = _checked(LoraConfig(rank=rank, seed=seed, train_unembed=unembed, train_mlp=mlp, train_attn=attn))
         return self._session.start(self._create_model(base_model, lora, user_metadata, optimizer))
 
     async def _create_model(
@@ -249,11 +248,13 @@ class ServiceClient:
         )
         if not info.is_lora or info.lora_rank is None:
             raise ValueError(f"{path} is not a LoRA checkpoint")
-        lora = LoraConfig(
-            rank=info.lora_rank,
-            train_unembed=info.train_unembed is not False,
-            train_mlp=info.train_mlp is not False,
-            train_attn=info.train_attn is not False,
+        lora = _checked(
+            LoraConfig(
+                rank=info.lora_rank,
+                train_unembed=info.train_unembed is not False,
+                train_mlp=info.train_mlp is not False,
+                train_attn=info.train_attn is not False,
+            )
         )
         chosen = optimizer or info.optimizer_config
         client = await self._create_model(base_model or info.base_model, lora, user_metadata, chosen, 2)
@@ -266,11 +267,9 @@ class ServiceClient:
         )
         try:
             await session.run(protocol.LOAD_WEIGHTS, request)
-        except TinkerError:
-            # A run that is not what was asked for would hold memory and be trained by mistake.
-            with contextlib.suppress(TinkerError):
-                forget = UnloadModelRequest(model_id=client.model_id)
-                await session.transport.call(protocol.UNLOAD_MODEL, forget, patience=0)
+        except BaseException:
+            # A run that is not what was asked for would hold memory. Nobody waits for it to be let go.
+            runtime().task(_forget(session, client.model_id))
             raise
         return client
 
@@ -323,7 +322,11 @@ class ServiceClient:
             if not session.client_config.custom_loss_server_side:
                 return named
             request = loss_graphs.create_request(named, next(session.custom_loss_seq_ids))
-            created: CreateCustomLossResponse = await session.run(protocol.CREATE_CUSTOM_LOSS, request)
+            try:
+                created: CreateCustomLossResponse = await session.run(protocol.CREATE_CUSTOM_LOSS, request)
+            except BaseException:
+                session.custom_losses.discard(named.key)  # it was not made, and may be tried again
+                raise
             return replace(named, loss_id=created.loss_id)
 
         return self._session.start(creating())
@@ -452,3 +455,16 @@ class ServiceClient:
 
     def __repr__(self) -> str:
         return f"ServiceClient(base_url={self._session.config.base_url!r})"
+
+
+def _checked(lora: LoraConfig) -> LoraConfig:
+    if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
+        raise AssertionError("at least one of train_mlp, train_attn and train_unembed must be true")
+    return lora
+
+
+async def _forget(session: Session, model_id: str) -> None:
+    """Have the server let go of a run, where it can."""
+    with contextlib.suppress(TinkerError):
+        request = UnloadModelRequest(model_id=model_id)
+        await session.transport.call(protocol.UNLOAD_MODEL, request, timeout=10, patience=5)

@@ -9,16 +9,17 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Container, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Container, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from tinkex import codec, dialects, protocol, telemetry
 from tinkex.config import Config
 from tinkex.dialects import Receipt
-from tinkex.errors import APIStatusError, NotFoundError, TinkerError
+from tinkex.errors import APIStatusError, GoneError, NotFoundError, TinkerError
 from tinkex.futures import Future, QueueNotice, retrieve, start
 from tinkex.limits import DispatchGate, shared_gate, shared_response_budget
 from tinkex.protocol import PROTOCOL_VERSION, Operation
@@ -42,7 +43,9 @@ T = TypeVar("T")
 logger = logging.getLogger("tinkex")
 
 HEARTBEAT_SECONDS = 10.0
+HEARTBEAT_TIMEOUT = 10.0
 SILENCE_SECONDS = 120.0
+"""How long heartbeats may fail before it is said so, at each that fails."""
 SHORTEST_REFRESH = 10.0
 CANCEL_PATIENCE = 10.0
 
@@ -52,7 +55,13 @@ class Session:
 
     With a `session_id`, it is the shadow of a session that another process owns: it keeps that one alive and never
     ends it.
+
+    Heartbeats go on through every failure, unless a limit is set, at any time: more than `max_failure_count` failures
+    in a row, or more than `max_failure_duration` seconds without a success, end them. Calls are still made then.
     """
+
+    max_failure_count: float = math.inf
+    max_failure_duration: float = math.inf
 
     def __init__(self, config: Config, *, display_name: str | None = None, session_id: str = "") -> None:
         self.config = config
@@ -74,8 +83,10 @@ class Session:
         self._cancels: asyncio.Semaphore | None = None
         self.telemetry: Reporter | None = None
         self._reporters: list[Reporter] = []  # for the finalizer, which must not refer to the session
+        self._trials: set[asyncio.Future[Reply]] = set()
         self._pending: set[Future[Any]] = set()
         self._finishing: asyncio.Future[None] | None = None
+        self._releasing: asyncio.Task[None] | None = None
         # When the last client lets go, the transport must still be closed: on the loop, without holding the session.
         weakref.finalize(self, _close_transport, self.transport, self._reporters).atexit = False
 
@@ -167,7 +178,9 @@ class Session:
             project_id=self.config.project_id,
             display_name=self._display_name,
         )
-        response: CreateSessionResponse = await self.transport.call(protocol.CREATE_SESSION, request)
+        # Whoever waits for a first answer learns in time that there is none, however patient later calls may be.
+        patience = min(self.config.patience, self.config.timeout)
+        response: CreateSessionResponse = await self.transport.call(protocol.CREATE_SESSION, request, patience=patience)
         self.session_id = self.transport.facts["session_id"] = response.session_id
         for level, text in (
             (logging.INFO, response.info_message),
@@ -204,16 +217,26 @@ class Session:
                 spoken, body, headers=headers, patience=patience, final=final, metadata=facts
             )
 
-        reply = await (post(self.transport.is_older or False) if not _is_trial(self, op) else self._try_both(post))
+        is_trial = self.transport.is_older is None and dialects.shows_dialect(op, request)
+        reply = await (self._try_both(post) if is_trial else post(self.transport.is_older or False))
         return dialects.read_receipt(self.transport, op, reply, started)
 
-    async def _try_both(self, post: Callable[..., Awaitable[Reply]]) -> Reply:
-        """The first pass a server gets shows which form it reads; the other is tried when it refuses the newer one."""
+    async def _try_both(self, post: Callable[..., Coroutine[Any, Any, Reply]]) -> Reply:
+        """The first passes a server gets show which form it reads; the older is tried when it refuses all of these."""
+        trial = asyncio.ensure_future(post(False))
+        self._trials.add(trial)
+        trial.add_done_callback(self._trials.discard)
         try:
-            reply = await post(False)
+            reply = await trial
         except APIStatusError as refused:
-            if refused.status_code not in dialects.UNREADABLE or self.transport.is_older is not None:
+            if refused.status_code not in dialects.UNREADABLE:
                 raise
+            if others := self._trials - {trial}:  # one that is read shows that this one was refused for what it says
+                await asyncio.wait(others)
+            if self.transport.is_older is False:
+                raise
+            if self.transport.is_older:
+                return await post(True)
             try:
                 reply = await post(True, 0.0)
             except TinkerError:
@@ -261,6 +284,8 @@ class Session:
 
     async def _abandon(self) -> None:
         await self.finish("interrupted", "the program ended without closing the session")
+        if self._releasing is not None:  # there is no later any more
+            await asyncio.wait({self._releasing})
 
     async def finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
         """Tell the server that this session is over, and let go of the connections; the first reason stays."""
@@ -284,11 +309,7 @@ class Session:
             if self.telemetry is None:
                 await self.transport.close()
             else:  # telemetry delays nobody
-                runtime().task(_let_go(self.transport, self._reporters))
-
-
-def _is_trial(session: Session, op: Operation) -> bool:
-    return dialects.is_pass(op) and session.transport.is_older is None
+                self._releasing = runtime().task(_let_go(self.transport, self._reporters))
 
 
 async def _written(op: Operation, request: Any, older: bool, compress: bool) -> tuple[Operation, codec.Body]:
@@ -325,27 +346,40 @@ async def _let_go(transport: Transport, reporters: list[Reporter]) -> None:
 
 
 async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
-    """Beat until the session is closed, dropped or gone on the server's side."""
+    """Beat until the session is closed, dropped or gone on the server's side, or a limit on failures is reached."""
     request = SessionHeartbeatRequest(session_id=session_id)
-    heard = warned = time.monotonic()
+    heard, failures = time.monotonic(), 0
     while True:
         await asyncio.sleep(HEARTBEAT_SECONDS)
         session = reference()
         if session is None or session.closed:
             return
         transport = session.transport
-        del session
+        del session  # nobody is kept alive by waiting for an answer
         try:
-            await transport.call(protocol.SESSION_HEARTBEAT, request, timeout=10, patience=0)
-            heard = time.monotonic()
-        except APIStatusError as error:
-            if error.status_code == 410:
+            await transport.call(protocol.SESSION_HEARTBEAT, request, timeout=HEARTBEAT_TIMEOUT, patience=0)
+        except Exception as error:  # whatever it is, the next beat may get through
+            if isinstance(error, GoneError):
                 return
-        except TinkerError:
-            pass
-        if time.monotonic() - max(heard, warned) > SILENCE_SECONDS:
-            warned = time.monotonic()
-            logger.warning("the server has not answered a heartbeat for %.0f s", warned - heard)
+            failures += 1
+            if (session := reference()) is None or session.closed:
+                return
+            silent = time.monotonic() - heard
+            logger.debug("heartbeat of session %s: failure %d: %s", session_id, failures, error)
+            if failures > session.max_failure_count or silent > session.max_failure_duration:
+                logger.warning(
+                    "Heartbeats of session %s are given up after %d failures in %.0f s: %s",
+                    session_id,
+                    failures,
+                    silent,
+                    error,
+                )
+                return
+            del session
+            if silent >= SILENCE_SECONDS:
+                logger.warning("Heartbeat has failed for %.0f s: session %s: %s", silent, session_id, error)
+        else:
+            heard, failures = time.monotonic(), 0
 
 
 async def _keep_informed(reference: weakref.ref[Session]) -> None:

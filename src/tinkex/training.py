@@ -431,7 +431,7 @@ class TrainingClient:
             model_id=self.model_id, seq_id=seq_id, forward_only=True, forward_backward_input=nothing
         )
         with contextlib.suppress(TinkerError):
-            await self._session.transport.call(protocol.FORWARD_BACKWARD, request, patience=5)
+            await self._session.submit(protocol.FORWARD_BACKWARD, request, patience=5)
 
     def forward_backward_custom(
         self,

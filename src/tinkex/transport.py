@@ -336,7 +336,9 @@ class Transport:
     async def _exchange_credential(self) -> str:
         if self.config.credential_cmd and not self.config.api_key:
             self._credential = None  # ask the command anew
-        answer: AuthTokenResponse = await self.call(AUTH_TOKEN, Empty())
+        answer: AuthTokenResponse = await self.call(
+            AUTH_TOKEN, Empty(), patience=min(self.config.patience, self.config.timeout)
+        )
         return answer.jwt
 
     async def _key_headers(self, op: Operation) -> dict[str, str]:

@@ -1,0 +1,238 @@
+"""Telemetry as sessions use it: what the hosted service is told by itself, and that nobody waits for it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import tinkex
+from faulty import Answer, FaultyServer, faulty_server
+from tinkex import AdamParams, ModelInput, SamplingParams, ServiceClient
+
+KEY = "tml-very-secret"
+PROMPT = ModelInput.from_ints([1, 2, 3])
+PARAMS = SamplingParams(max_tokens=2, seed=1)
+STEP = AdamParams(learning_rate=0.1)
+
+
+@pytest.fixture
+def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """A server that is taken for the hosted service, with telemetry on."""
+    with faulty_server() as server:
+        monkeypatch.setenv("TINKER_TELEMETRY", "1")
+        monkeypatch.setattr("tinkex.config.HOSTED_URL", server.base_url)
+        monkeypatch.setattr("tinkex.telemetry.HOSTED_URL", server.base_url)
+        server.script("telemetry", Answer(body={"status": "accepted"}))
+        server.script("retrieve_future", Answer(body={"model_id": "s:train:0"}))
+        server.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
+        yield server
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.005)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """What is done inside must not take longer."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
+def told(server: FaultyServer) -> list[dict[str, Any]]:
+    """The events that arrived so far."""
+    return [event for seen in server.requests("telemetry") for event in seen.json["events"]]
+
+
+def kinds(server: FaultyServer) -> list[str]:
+    return [event["event"] for event in told(server)]
+
+
+def test_a_session_tells_its_beginning_and_its_end(hosted: FaultyServer) -> None:
+    with ServiceClient(api_key=KEY) as service:
+        assert service.get_telemetry() is None  # there is no session yet
+        service.get_server_capabilities()
+        reporter = service.get_telemetry()
+        assert reporter is not None
+        assert service.create_lora_training_client("m").get_telemetry() is reporter
+        assert service.create_sampling_client(base_model="m").get_telemetry() is reporter
+        assert reporter.flush(sync=True)
+        assert kinds(hosted) == ["SESSION_START"]
+    wait_until(lambda: "SESSION_END" in kinds(hosted))
+    assert kinds(hosted) == ["SESSION_START", "SESSION_END"]
+    batches = [seen.json for seen in hosted.requests("telemetry")]
+    assert {(batch["session_id"], batch["sdk_version"]) for batch in batches} == {("s", "0.36.0")}
+    assert [event["event_session_index"] for event in told(hosted)] == [0, 1]
+    assert not reporter.is_alive
+
+
+@pytest.mark.covers("W03")
+def test_a_failed_call_is_told_once_and_without_the_key(hosted: FaultyServer) -> None:
+    with ServiceClient(api_key=KEY) as service:
+        client = service.create_lora_training_client("m")
+        hosted.script("optim_step", Answer(500, {"detail": f"bad key {KEY}"}, headers={"x-should-retry": "false"}))
+        with pytest.raises(tinkex.InternalServerError):
+            client.optim_step(STEP).result(10)
+        wait_until(lambda: "UNHANDLED_EXCEPTION" in kinds(hosted))
+        hosted.script("create_sampling_session", Answer(404, {"detail": f"no model for {KEY}"}))
+        with pytest.raises(tinkex.NotFoundError):
+            service.create_sampling_client(base_model="nothing")
+        wait_until(lambda: "GENERIC_EVENT" in kinds(hosted))
+    wait_until(lambda: "SESSION_END" in kinds(hosted))
+    events = told(hosted)
+    (failure,) = [event for event in events if event["event"] == "UNHANDLED_EXCEPTION"]
+    assert failure["error_type"].endswith("InternalServerError")
+    assert "optim_step" in failure["error_message"]
+    users = [event for event in events if event.get("event_name") == "user_error"]
+    assert len(users) == 1
+    assert users[0]["event_data"]["status_code"] == 404
+    for seen in hosted.seen:
+        assert KEY.encode() not in seen.body
+    assert {seen.headers["x-api-key"] for seen in hosted.requests("telemetry")} == {KEY}
+
+
+STUCK = {
+    "500": Answer(500),
+    "hangs": Answer(delay=30),
+    "dropped": Answer(drop=True),
+    "nonsense": Answer(body=b"nonsense"),
+}
+
+
+@pytest.mark.covers("W08", "W03")
+@pytest.mark.parametrize("stuck", STUCK)
+def test_errors_and_closing_do_not_wait_for_telemetry(
+    hosted: FaultyServer, stuck: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosted.script("telemetry", STUCK[stuck])
+    service = ServiceClient(api_key=KEY)
+    sampler = service.create_sampling_client(base_model="m")
+    hosted.script("asample", Answer(422, {"detail": "bad prompt"}))
+    for _ in range(3):
+        with within(0.5), pytest.raises(tinkex.UnprocessableEntityError, match="bad prompt"):
+            sampler.sample(PROMPT, 1, PARAMS).result(10)
+    wait_until(lambda: hosted.requests("telemetry"))
+    with within(0.5):
+        service.close().result(10)
+    assert hosted.requests("sessions/s/finish")
+    # What was not sent is let go of; the server that hangs does not hear of it.
+    wait_until(lambda: hosted.open_connections == (1 if stuck == "hangs" else 0), 3.0)
+    assert KEY not in caplog.text
+
+
+def test_a_long_session_keeps_its_connections_while_telemetry_fails(hosted: FaultyServer) -> None:
+    hosted.script("telemetry", Answer(500))
+    with ServiceClient(api_key=KEY) as service:
+        service.get_server_capabilities()
+        reporter = service.get_telemetry()
+        assert reporter is not None
+        for _ in range(3):
+            reporter.flush()
+            service.get_server_capabilities()
+        assert reporter.is_alive
+        hosted.script("telemetry", Answer(body={"status": "accepted"}))
+        reporter.log("later")
+    wait_until(lambda: "SESSION_END" in kinds(hosted))
+
+
+def test_telemetry_that_is_switched_off_sends_nothing(hosted: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    with ServiceClient(api_key=KEY) as service:
+        hosted.script("create_sampling_session", Answer(404))
+        with pytest.raises(tinkex.NotFoundError):
+            service.create_sampling_client(base_model="m")
+        assert service.get_telemetry() is None
+    time.sleep(0.1)
+    assert hosted.requests("telemetry") == []
+
+
+def test_another_server_is_told_nothing(hosted: FaultyServer) -> None:
+    """The same socket under another name stands for it."""
+    elsewhere = hosted.base_url.replace("127.0.0.1", "localhost")
+    with ServiceClient(base_url=elsewhere, api_key=KEY) as service:
+        hosted.script("create_sampling_session", Answer(404))
+        with pytest.raises(tinkex.NotFoundError):
+            service.create_sampling_client(base_model="m")
+        assert service.get_telemetry() is None
+    time.sleep(0.1)
+    assert hosted.requests("create_session")
+    assert hosted.requests("telemetry") == []
+
+
+def test_a_dropped_client_says_the_end_too(hosted: FaultyServer) -> None:
+    service = ServiceClient(api_key=KEY)
+    service.get_server_capabilities()
+    reporter = service.get_telemetry()
+    assert reporter is not None
+    del service
+    gc.collect()
+    wait_until(lambda: "SESSION_END" in kinds(hosted))
+    wait_until(lambda: not reporter.is_alive)
+    wait_until(lambda: hosted.open_connections == 0)
+
+
+@pytest.mark.covers("D10")
+def test_children_that_are_closed_or_dropped_leave_the_reporter_alone(hosted: FaultyServer) -> None:
+    with ServiceClient(api_key=KEY) as service:
+        client, sampler = service.create_lora_training_client("m"), service.create_sampling_client(base_model="m")
+        reporter = service.get_telemetry()
+        with pytest.warns(FutureWarning, match="RestClient"):
+            rest = service.create_rest_client()
+        rest.close().result(5)
+        del client, sampler, rest
+        gc.collect()
+        time.sleep(0.1)
+        assert reporter is not None
+        assert reporter.is_alive
+        assert reporter.log("still here")
+        assert reporter.flush(sync=True)
+        assert "SESSION_END" not in kinds(hosted)
+    wait_until(lambda: "SESSION_END" in kinds(hosted))
+    names = [event.get("event_name") for event in told(hosted)]
+    assert "still here" in names
+
+
+def test_a_session_that_cannot_be_opened_tells_nothing(hosted: FaultyServer) -> None:
+    hosted.script("create_session", Answer(403, {"detail": "not you"}))
+    with ServiceClient(api_key=KEY) as service, pytest.raises(tinkex.PermissionDeniedError, match="not you"):
+        service.get_server_capabilities()
+    time.sleep(0.1)
+    assert hosted.requests("telemetry") == []
+
+
+PROGRAM = """
+import atexit, sys, time
+import tinkex, tinkex.config, tinkex.telemetry
+tinkex.config.HOSTED_URL = tinkex.telemetry.HOSTED_URL = sys.argv[1]
+service = tinkex.ServiceClient(api_key="tml-very-secret")
+service.get_server_capabilities()
+ended = time.monotonic()
+atexit.register(lambda: print(time.monotonic() - ended))
+"""
+
+
+@pytest.mark.parametrize("answer", [Answer(body={"status": "accepted"}), Answer(delay=30)], ids=["heard", "hangs"])
+def test_a_program_that_ends_says_the_end_and_does_not_wait_long(hosted: FaultyServer, answer: Answer) -> None:
+    hosted.script("telemetry", answer)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, hosted.base_url], env=os.environ, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "SESSION_START" in kinds(hosted)
+    if not answer.delay:
+        assert kinds(hosted)[-1] == "SESSION_END"
+    assert float(done.stdout) < 2.0
+    assert hosted.requests("sessions/s/finish")
