@@ -592,7 +592,7 @@ def test_a_run_resumes_where_it_was(service: ServiceClient, client: TrainingClie
     numbers.clear()
     resumed = service.create_training_client_from_state_with_optimizer(path)
     assert train(resumed) == expected
-    assert numbers == [1, 2, 3, 4, 5]
+    assert numbers == [1, 2, 3, 4]
     with pytest.warns(FutureWarning, match="create_training_client_from_state_with_optimizer"):
         assert client.load_state_with_optimizer(path).result(10).path == path
     assert train(client) == expected
@@ -609,7 +609,7 @@ def test_the_wrong_checkpoint_is_told_apart(service: ServiceClient, client: Trai
         service.create_training_client_from_state(sampler)
     with pytest.raises(tinkex.BadRequestError, match="training checkpoint"):
         service.create_sampling_client(model_path=training)
-    with pytest.raises(tinkex.NotFoundError, match="nothing"):
+    with pytest.raises(tinkex.RequestFailedError, match="nothing"):
         service.create_training_client_from_state(training.replace("/a", "/nothing"))
     with pytest.raises(tinkex.RequestFailedError, match="overwrite=True"):
         client.save_state("a").result(10)
