@@ -454,11 +454,12 @@ def test_a_time_limit_covers_the_wait_for_the_budget(faulty: FaultyServer) -> No
 
 
 def test_a_silent_exchange_is_not_taken_for_the_time_limit(
-    faulty: FaultyServer, waits: list[float], monkeypatch: pytest.MonkeyPatch
+    faulty: FaultyServer, waits: list[float], heard: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(futures, "POLL_TIMEOUT", 0.05)
     with pytest.raises(tinkex.APITimeoutError, match=r"no answer within 0\.05 s"):
         poll(faulty, Answer(408, delay=1), timeout=5, patience=0)
+    assert [name for name, _, _ in heard] == [events.FUTURE_CONNECTION_ERROR]
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────

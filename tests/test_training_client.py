@@ -216,6 +216,21 @@ def test_the_gradient_of_chunks_is_the_gradient_of_the_whole(service: ServiceCli
     assert norms[0] == norms[1]
 
 
+@pytest.mark.covers("C44", "C45", "C46")
+def test_a_forward_pass_computes_the_same_and_adds_no_gradient(service: ServiceClient) -> None:
+    forward, plain = (service.create_lora_training_client("fake", rank=4) for _ in range(2))
+    looked = forward.forward(many(3), "cross_entropy")
+    futures = [each.forward_backward(many(3), "cross_entropy") for each in (forward, plain)]
+    steps = [each.optim_step(STEP).result(20) for each in (forward, plain)]
+    results = [future.result(20) for future in (looked, *futures)]
+    assert results[0] == results[1] == results[2]
+    assert steps[0] == steps[1]
+    assert len(results[0].loss_fn_outputs) == 3
+    forward.forward_backward(many(3), "cross_entropy")
+    forward.forward_backward(many(3), "cross_entropy")
+    assert forward.optim_step(STEP).result(20) != steps[0]  # two gradients are more than one
+
+
 # ── nothing is held up ───────────────────────────────────────────────────────────────────────────────────────────
 
 
