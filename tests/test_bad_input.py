@@ -83,7 +83,6 @@ PASSES: dict[str, tuple[Callable[[], list[types.Datum]], str, dict[str, Any], li
         {},
         ["datum 1", "'weights'", "infinity"],
     ),
-    "unknown-loss": (lambda: make_data(types), "crossentropy", {}, ["'crossentropy'", "cross_entropy", "ppo"]),
     "unknown-setting": (
         lambda: spoiled(),
         "cross_entropy",

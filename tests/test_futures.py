@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import math
 import pickle
 import threading
 import time
@@ -294,6 +295,7 @@ def output(count: int, **metrics: float) -> types.ForwardBackwardOutput:
     return types.ForwardBackwardOutput("ArrayRecord", records, named)
 
 
+@pytest.mark.covers("C64")
 def test_outputs_are_joined_in_order() -> None:
     joined = combine([output(2), output(1), output(3)])
     assert [record["logprobs"].data[0] for record in joined.loss_fn_outputs] == [2, 2, 1, 3, 3, 3]
@@ -325,6 +327,52 @@ def test_metrics_without_a_known_reduction_are_averaged_and_none_is_lost() -> No
 @pytest.mark.covers("D25", "W13")
 def test_means_over_nothing_are_not_an_error() -> None:
     assert combine([output(0, a__mean=1.0), output(0, a__mean=2.0)]).metrics == {"a:mean": 0.0}
+
+
+@pytest.mark.covers("C65", "D25")
+def test_slack_over_nothing_is_zero() -> None:
+    assert combine([output(0, a__slack=3.0), output(0, a__slack=1.0)]).metrics == {"a:slack": 0.0}
+    assert combine([output(1, a__slack=3.0), output(0, a__slack=1.0)]).metrics == {"a:slack": 0.0}
+    assert combine([output(1, a__slack=3.0), output(1, a__slack=1.0)]).metrics == {"a:slack": 1.0}
+
+
+@pytest.mark.covers("C65")
+def test_the_anchors_of_the_weighted_mean() -> None:
+    three = [output(1, a__mean=1.0), output(3, a__mean=3.0), output(2, a__mean=5.0)]
+    assert combine(three).metrics["a:mean"] == pytest.approx(20 / 6)
+    assert combine([output(1, loss=1.0), output(3, loss=3.0)]).metrics == {"loss": 2.5}
+
+
+@pytest.mark.covers("C65")
+def test_an_unordered_hash_is_the_same_in_any_order_and_differs_between_sets() -> None:
+    def hashed(*values: float) -> float:
+        return combine([output(1, h__hash_unordered=value) for value in values]).metrics["h:hash_unordered"]
+
+    assert hashed(1.0, 2.0, 3.0) == hashed(3.0, 1.0, 2.0)
+    assert len({hashed(1.0, 2.0), hashed(1.0, 3.0), hashed(1.0, 1.0, 2.0), hashed(12.0, 0.0)}) == 4
+    assert hashed(1.0, 2.0) == int(hashed(1.0, 2.0)) < 2**53
+    assert hashed(1.0, 2.0) == hashed(1, 2)
+
+
+@pytest.mark.covers("W13")
+def test_the_reducer_takes_what_comes() -> None:
+    """Values that are no numbers, infinite hashes, metrics that only a later chunk has."""
+    odd: dict[str, Any] = {"a:mean": None, "b:hash2": float("inf"), "c:sum": 1.0}
+    first = types.ForwardBackwardOutput("ArrayRecord", [], odd)
+    joined = combine([first, output(1, a__mean=2.0, b__hash2=1.0, d__max=4.0)])
+    assert math.isnan(joined.metrics.pop("b:hash2"))
+    assert joined.metrics == {"a:mean": 2.0, "c:sum": 1.0, "d:max": 4.0}
+
+
+@pytest.mark.covers("C64")
+def test_mixed_kinds_of_outputs_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    other = types.ForwardBackwardOutput("Another", [], {})
+    assert combine([output(1), other, output(1)]).loss_fn_output_type == "ArrayRecord"
+    assert [message for message in caplog.messages if "mixed loss_fn_output_type" in message] == [
+        "the chunks of one call have mixed loss_fn_output_type; 'ArrayRecord' is taken"
+    ]
+    with pytest.raises(ValueError, match="at least one"):
+        combine([])
 
 
 def test_a_single_chunk_is_passed_on() -> None:

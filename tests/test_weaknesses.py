@@ -212,7 +212,7 @@ def test_w01_a_failed_chunk_does_not_wedge_the_client(
     assert after.result(5).metrics == {}
     with pytest.raises(tinkex.UnprocessableEntityError, match="this chunk is bad"):
         bad.result(5)
-    assert set(numbers(faulty)) == {1, 2, 3, 4}
+    assert sorted(set(numbers(faulty))) == [1, 2, 3, 4]  # what the first answer refuses is also tried as JSON
     assert numbers(faulty)[-1] == 4
 
 

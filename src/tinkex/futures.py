@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import hashlib
 import logging
+import math
 import sys
 import time
 import warnings
@@ -31,7 +32,15 @@ from tinkex.errors import (
 )
 from tinkex.protocol import RETRIEVE_FUTURE, Operation
 from tinkex.runtime import Runtime, runtime
-from tinkex.transport import OFF_LOOP_BYTES, Reply, Transport, backoff
+from tinkex.transport import (
+    CONFLICT_PATIENCE,
+    LONGEST_RETRY_AFTER,
+    OFF_LOOP_BYTES,
+    RejectedError,
+    Reply,
+    Transport,
+    backoff,
+)
 from tinkex.types.sessions import FutureRetrieveRequest, RequestErrorCategory
 from tinkex.types.training import ForwardBackwardOutput
 
@@ -96,7 +105,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             return
         if "ipykernel" not in sys.modules:  # a notebook always runs inside a loop, and blocking there is what is meant
             message = "result() blocks the running event loop; await the future instead"
-            warnings.warn(message, RuntimeWarning, stacklevel=_users_level())
+            warnings.warn(message, RuntimeWarning, stacklevel=users_level())
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
@@ -134,7 +143,7 @@ def _copy_outcome(source: concurrent.futures.Future[T], target: Future[T]) -> No
         target.set_result(source.result())
 
 
-def _users_level() -> int:
+def users_level() -> int:
     """How far up the stack, counted from the caller, the user's own line is."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tinkex."):
@@ -153,7 +162,9 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
 PENDING = object()
 """The answer that says there is no result yet."""
 MALFORMED_ATTEMPTS = 3
+"""How often a refusal without a reason is asked about again."""
 PAUSED_SECONDS = 1.0
+"""The wait after an answer that says the queue is paused."""
 
 
 class QueueNotice(Protocol):
@@ -176,10 +187,16 @@ async def retrieve(
     """Poll until an operation has ended: its result, or RequestFailedError when it failed.
 
     A poll that runs out is repeated for ever, or for `timeout` seconds; faults on the way for as long as the
-    transport is patient.
+    transport is patient. At the end of that time the last fault is raised, if there was one, else APITimeoutError.
     """
-    poll = _Poll(transport, op, request_id, submitted, timeout, notice)
-    return await poll.run(metadata_only)
+    poll = _Poll(transport, op, request_id, submitted, notice)
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            return await poll.run(metadata_only)
+    except TimeoutError:
+        if limit.expired():
+            raise poll.late() from None
+        raise  # of one exchange, which has its own limit
 
 
 class _Poll:
@@ -191,13 +208,11 @@ class _Poll:
         op: Operation,
         request_id: str,
         submitted: float,
-        timeout: float | None,
         notice: QueueNotice | None,
     ) -> None:
         self.transport, self.op, self.request_id, self.submitted = transport, op, request_id, submitted
         self.notice = notice
         self.started = time.monotonic()
-        self.deadline = None if timeout is None else self.started + timeout
         self.iteration = self.failures = self.early = self.malformed = 0
         self.failing_since = 0.0
         self.last_failure: Exception | None = None
@@ -222,14 +237,14 @@ class _Poll:
     async def _once(self, metadata_only: bool) -> Any:
         """One poll, and the wait after it where one is due."""
         sent = time.monotonic()
-        if self.deadline is not None and sent > self.deadline:
-            raise self._late()
         try:
             request = FutureRetrieveRequest(request_id=self.request_id, allow_metadata_only=metadata_only)
             answer, delay = await self._ask(request, sent)
         except BillingError as error:
+            error.request_id = self.request_id
             if not await self.transport.billing.waited(error):
                 raise self._told(error) from None
+            self.failures = 0  # what failed before is long ago
             return PENDING
         except (APIConnectionError, APIStatusError) as error:
             await self._after_failure(error, sent)
@@ -246,12 +261,9 @@ class _Poll:
         self.failing_since = self.failing_since if self.failures > 1 else sent
         self.last_failure = error
         error.request_id, error.attempts = self.request_id, self.failures
-        if _says_nothing(error):
-            self.malformed += 1
-            hopeless = self.malformed > MALFORMED_ATTEMPTS
-        else:
-            hopeless = not is_retryable(error)
-        if hopeless or time.monotonic() - self.failing_since > self.transport.config.patience:
+        self.malformed = self.malformed + 1 if _says_nothing(error) else 0
+        hopeless = self.malformed > MALFORMED_ATTEMPTS if self.malformed else not is_retryable(error)
+        if hopeless or time.monotonic() - self.failing_since > self._patience(error):
             if isinstance(error, GoneError) and error.hint is None:
                 error.hint = "the result was kept for a time and is gone: submit the request again"
             raise self._told(error) from error.__cause__
@@ -259,12 +271,16 @@ class _Poll:
         if self.failures == 2:
             logger.warning("waiting for %s: %s; still trying", self.request_id, error.message)
         chosen = self.transport.config.poll_backoff
-        status = error.status or 0
-        if chosen is not None and (status == 408 or status >= 500):
-            delay = max(poll_delay(chosen, self.iteration - 1), error.retry_after or 0.0)
+        if chosen is not None and (error.status or 0) >= 500:
+            delay = max(poll_delay(chosen, self.iteration - 1), min(error.retry_after or 0.0, LONGEST_RETRY_AFTER))
         else:
             delay = backoff(self.failures, error.retry_after)
         await asyncio.sleep(delay)
+
+    def _patience(self, error: APIError) -> float:
+        """Seconds that a row of failures may last: a conflict passes soon or not at all."""
+        patience = self.transport.config.patience
+        return min(CONFLICT_PATIENCE, patience) if error.status == 409 else patience
 
     async def _after_pending(self, sent: float, delay: float | None) -> None:
         """A poll that was held is repeated at once; a server that does not hold must not be polled in a hot loop."""
@@ -276,30 +292,27 @@ class _Poll:
             self.early += 1
             await asyncio.sleep(backoff(self.early, first=0.05, most=1.0))
 
-    def _late(self) -> Exception:
-        """What is raised at the deadline: the failure that stood in the way, if one did."""
+    def late(self) -> Exception:
+        """What is raised at the end of the time: the failure that stood in the way, if one did."""
         waited = time.monotonic() - self.started
         error = self.last_failure or APITimeoutError(
             f"{self.op.name} at {self.transport.place}: request {self.request_id} had no result after {waited:.1f} s",
             request_id=self.request_id,
+            hint="the server carries it out all the same",
         )
-        self._tell("timeout", {})
+        self._tell(events.FUTURE_TIMEOUT, {})
         return error
 
-    def _told(self, error: Exception) -> Exception:
+    def _told(self, error: TinkerError) -> TinkerError:
         """Tell whoever listens of a failure."""
-        if isinstance(error, RequestFailedError):
-            self._tell("request_failed", {"category": error.category.value})
-        elif isinstance(error, APIStatusError):
-            self._tell("api_error", {"status": error.status_code})
-        elif isinstance(error, APIConnectionError):
-            self._tell("connection_error", {})
-        elif isinstance(error, APIResponseValidationError):
-            self._tell("validation_error", {})
+        name = next((name for kind, name in _EVENTS.items() if isinstance(error, kind)), None)
+        if name is not None:
+            category = None if error.category is None else error.category.value
+            self._tell(name, {"status": error.status, "category": category, "error_type": error.type})
         return error
 
-    def _tell(self, what: str, facts: dict[str, Any]) -> None:
-        if events.is_heard():
+    def _tell(self, name: str, facts: dict[str, Any]) -> None:
+        if events.is_heard(name):
             named = {
                 "request_id": self.request_id,
                 "request_type": self.op.request_type,
@@ -308,7 +321,7 @@ class _Poll:
                 **self.transport.facts,
                 **(self.transport.config.user_metadata or {}),
             }
-            events.emit(f"tinkex.future.{what}", {"elapsed_time": (time.monotonic() - self.started) * 1000}, named)
+            events.emit(name, {"elapsed_time": (time.monotonic() - self.started) * 1000}, named)
 
     async def _ask(self, request: FutureRetrieveRequest, sent: float) -> tuple[Any, float | None]:
         """One poll: a result, an announcement or PENDING, with the seconds that the server asks to wait, if it does."""
@@ -327,7 +340,7 @@ class _Poll:
         if reply.status == 408:
             delay = self._heed(_mapping(reply.body))
             chosen = self.transport.config.poll_backoff
-            return PENDING, delay if chosen is None else poll_delay(chosen, self.iteration - 1)
+            return PENDING, delay if chosen is None else max(delay or 0.0, poll_delay(chosen, self.iteration - 1))
         if reply.status >= 300:
             raise self.transport.refusal(op, reply)
         return await self._read(reply)
@@ -337,7 +350,7 @@ class _Poll:
         if codec.PROTOBUF not in reply.content_type:
             # Only the small answers are JSON when protobuf was asked for; a look at the keys is cheap either way.
             envelope = _mapping(reply.body)
-            status = str(envelope.get("status", ""))
+            status = str(envelope.get("status", "")).lower()
             if str(envelope.get("type", "")).lower() == "try_again":
                 return PENDING, self._heed(envelope, PAUSED_SECONDS)
             if status == "pending":
@@ -345,10 +358,11 @@ class _Poll:
             if status == "complete_metadata":
                 size = envelope.get("response_payload_size")
                 return _Announced(size if isinstance(size, int) and size > 0 else 0), None
-            if "error" in envelope or status == "failed":
-                raise failure_of(envelope, self.request_id, self.op)
             if status == "completed" and "result" in envelope:
                 reply = replace(reply, body=msgspec.json.encode(envelope["result"]))
+                envelope = _mapping(reply.body)
+            if "error" in envelope or status == "failed":
+                raise failure_of(envelope, self.request_id, self.op)
         return await decode_result(self.transport, self.op, reply), None
 
     def _heed(self, envelope: Mapping[str, Any], paused: float | None = None) -> float | None:
@@ -358,8 +372,16 @@ class _Poll:
             self.notice(state, reason if isinstance(reason, str) else None, request_id=self.request_id)
         asked = envelope.get("retry_after_ms")
         if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0:
-            return asked / 1000
-        return paused if isinstance(state, str) and state.lower().startswith("paused") else None
+            return min(asked / 1000, LONGEST_RETRY_AFTER)
+        return paused if isinstance(state, str) and state.strip().lower().startswith("paused") else None
+
+
+_EVENTS: dict[type[TinkerError], str] = {
+    RequestFailedError: events.FUTURE_REQUEST_FAILED,
+    APIStatusError: events.FUTURE_API_ERROR,
+    APIConnectionError: events.FUTURE_CONNECTION_ERROR,
+    APIResponseValidationError: events.FUTURE_VALIDATION_ERROR,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +417,8 @@ def _mapping(body: bytes) -> dict[str, Any]:
 
 def _says_nothing(error: APIError) -> bool:
     """Whether a 400 carries no reason: something on the way may have garbled the request."""
+    if isinstance(error, RejectedError):
+        return True
     if not isinstance(error, APIStatusError) or error.status_code != 400:
         return False
     body = error.body
@@ -428,7 +452,7 @@ def await_many(
     for future in futures:
         try:
             outcomes.append(future.result(timeout))
-        except (Exception, concurrent.futures.CancelledError) as error:
+        except Exception as error:
             outcomes.append(error)
     return outcomes
 
@@ -451,6 +475,11 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
     return sum(v * w for v, w in zip(values, weights, strict=True)) / total if total else 0.0
 
 
+def _hash_sum(values: Sequence[float]) -> float:
+    """The sum of hashes, as 64 bits hold it; what is no hash spoils it."""
+    return float(sum(int(v) for v in values) % 2**64) if all(math.isfinite(v) for v in values) else math.nan
+
+
 def _hash_unordered(values: Sequence[float]) -> float:
     """A number that is the same for the same values in any order, and a double holds exactly."""
     text = ",".join(repr(float(value)) for value in sorted(values))
@@ -463,7 +492,7 @@ REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
     "min": lambda values, _: min(values),
     "max": lambda values, _: max(values),
     "slack": lambda values, weights: max(values) - _weighted_mean(values, weights) if sum(weights) else 0.0,
-    "hash2": lambda values, _: float(sum(int(v) for v in values) % 2**64),
+    "hash2": lambda values, _: _hash_sum(values),
     "hash_unordered": lambda values, _: _hash_unordered(values),
 }
 
@@ -471,7 +500,8 @@ REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
 def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
     """Join the results of one call's chunks: outputs in order, metrics by the reduction their names end in.
 
-    A name that ends in no known reduction is averaged; a chunk that lacks a metric does not count for it.
+    A name that ends in no known reduction is averaged; a chunk that lacks a metric, or has no number for it, does not
+    count for it.
     """
     if not outputs:
         raise ValueError("there is nothing to combine: expected at least one output")
@@ -481,13 +511,13 @@ def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
     if any(output.loss_fn_output_type != kind for output in outputs):
         logger.warning("the chunks of one call have mixed loss_fn_output_type; %r is taken", kind)
     metrics: dict[str, float] = {}
-    for key in outputs[0].metrics:
-        having = [output for output in outputs if key in output.metrics]
+    for key in dict.fromkeys(name for output in outputs for name in output.metrics):
+        having = [output for output in outputs if isinstance(output.metrics.get(key), int | float)]
         values, weights = [o.metrics[key] for o in having], [len(o.loss_fn_outputs) for o in having]
         reduction = key.rpartition(":")[2]
         if reduction == "unique":
             metrics |= {key if i == 0 else f"{key}_{i}": value for i, value in enumerate(values)}
-        else:
+        elif values:
             metrics[key] = REDUCTIONS.get(reduction, _weighted_mean)(values, weights)
     joined = [item for output in outputs for item in output.loss_fn_outputs]
     return ForwardBackwardOutput(kind, joined, metrics)

@@ -6,7 +6,7 @@ compute that gradient. Torch is imported when a custom loss is used, not before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -46,11 +46,11 @@ def evaluate(
     """Run a user's loss on the first pass's log-probabilities: the second pass's data, the loss, its metrics."""
     import torch
 
-    logprobs = [torch.from_numpy(np.array(record["logprobs"].to_numpy())) for record in output.loss_fn_outputs]
+    logprobs = [torch.from_numpy(np.array(values)) for values in _logprobs(len(data), output)]
     for leaf in logprobs:
         leaf.requires_grad_(True)
     answer = loss_fn(data, logprobs)
-    if not isinstance(answer, tuple) or len(answer) != 2:
+    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], Mapping):
         raise ValueError(f"the custom loss must return (loss, metrics), it returned a {type(answer).__name__}")
     loss, metrics = answer
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
@@ -66,14 +66,25 @@ def evaluate(
         weights = TensorData.from_numpy(-gradient.numpy())
         targets = datum.loss_fn_inputs["target_tokens"]
         weighted.append(_with_inputs(datum, targets, weights))
-    return weighted, float(loss.detach()), {name: float(value) for name, value in metrics.items()}
+    return weighted, float(loss.detach()), {str(name): float(value) for name, value in metrics.items()}
+
+
+def _logprobs(count: int, output: ForwardBackwardOutput) -> list[np.ndarray[Any, Any]]:
+    """The log-probabilities of each datum; a loss of any others would train on the wrong examples."""
+    records = output.loss_fn_outputs
+    if len(records) != count:
+        raise ValueError(f"the forward pass over {count} data gave {len(records)} outputs")
+    for index, record in enumerate(records):
+        if "logprobs" not in record:
+            raise ValueError(f"the forward pass gave no logprobs for datum {index}")
+    return [record["logprobs"].to_numpy() for record in records]
 
 
 def report(output: ForwardBackwardOutput, loss: float, metrics: dict[str, float]) -> ForwardBackwardOutput:
-    """The second pass's result as the caller expects it: their loss, their metrics, the surrogate beside them."""
+    """The second pass's result as the caller expects it: their loss, the surrogate beside it; their metrics win."""
     merged: dict[str, Any] = dict(output.metrics)
     if "loss:sum" in merged:
         merged["surrogate_loss:sum"] = merged.pop("loss:sum")
     return ForwardBackwardOutput(
-        output.loss_fn_output_type, output.loss_fn_outputs, {**merged, **metrics, "loss:sum": loss}
+        output.loss_fn_output_type, output.loss_fn_outputs, {**merged, "loss:sum": loss, **metrics}
     )

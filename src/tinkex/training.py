@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, get_args
 from urllib.parse import quote
 
 import numpy as np
 
 from tinkex import loss_graphs, losses, protocol
 from tinkex.dialects import Receipt
-from tinkex.errors import APIConnectionError, APIResponseValidationError, TinkerError
-from tinkex.futures import Future, combine, start
+from tinkex.errors import APIConnectionError, APIResponseValidationError, RequestFailedError, TinkerError
+from tinkex.futures import Future, combine, start, users_level
 from tinkex.limits import ByteBudget
 from tinkex.loss_graphs import LossHandle
 from tinkex.protocol import Operation
@@ -47,6 +48,7 @@ from tinkex.types.training import (
     GetInfoRequest,
     GetInfoResponse,
     LossFnConfig,
+    LossFnType,
     OptimParams,
     OptimParamsBase,
     OptimStepRequest,
@@ -62,6 +64,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LOSS_FNS: tuple[str, ...] = get_args(LossFnType)
+PARTIAL = "the gradient of {} counts in the next optim_step: load a saved state to be rid of it"
+SPEND_PATIENCE = 5.0
+TEXTS = frozenset({"loss_id"})
+"""Settings of losses that are text, whatever it looks like."""
+
 Fetch: TypeAlias = Callable[[], Awaitable[T]]
 Turn: TypeAlias = Callable[[], Awaitable[Fetch[T]]]
 """Submits a call when its turn comes, and returns what fetches its result."""
@@ -71,8 +79,8 @@ class Outbox:
     """Lets calls out one at a time, in the order they were made; each result is then fetched on its own.
 
     A request takes its number when it is sent, so a call cancelled while it waits leaves no gap. A submission that
-    has begun is always carried through, so the server never waits for a number that was taken and not sent; and a
-    call that fails gives its turn up like any other.
+    has begun is always carried through (`_carried`), so the server never waits for a number that was taken and not
+    sent; and a call that fails or is cancelled gives its turn up like any other.
     """
 
     def __init__(self, session: Session, first_seq_id: int = 1) -> None:
@@ -102,22 +110,19 @@ class Outbox:
         raise AssertionError("unreachable")
 
     async def _take_turn(self, turn: Turn[T]) -> T:
-        begun = False
-
-        async def submit() -> Fetch[T]:
-            nonlocal begun
-            async with self._turn:
-                begun = True
-                return await turn()
-
-        submission = runtime().task(submit())
-        try:
-            fetch = await asyncio.shield(submission)
-        except asyncio.CancelledError:
-            if not begun:
-                submission.cancel()
-            raise
+        async with self._turn:
+            fetch = await turn()
         return await fetch()
+
+
+async def _carried(submission: Coroutine[Any, Any, T]) -> T:
+    """Carry a submission through, even when its caller gives up meanwhile; that is then heeded afterwards."""
+    task = runtime().task(submission)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _checked(data: Sequence[Datum]) -> list[Datum]:
@@ -143,24 +148,46 @@ class CallOptions(TypedDict, total=False):
 
 
 def _check_options(options: CallOptions) -> None:
+    """Refuse options that do not exist, and times that are none."""
     if unknown := set(options) - CallOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r}; known are {', '.join(CallOptions.__annotations__)}")
+    timeout = options.get("timeout")
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+        raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
 
 
 def checked_config(loss_fn: str, config: LossFnConfig | None) -> LossFnConfig | None:
-    """A loss's settings, with numbers as floats; what is neither number nor text is refused before it is sent."""
+    """A loss's settings in one form: numbers as floats, also those given as text.
+
+    A loss that does not exist, and a setting that is neither number nor text, are refused before anything is sent.
+    """
     if not isinstance(loss_fn, str):
         raise TypeError(f"loss_fn must be the name of a loss, got {type(loss_fn).__name__}")
+    if loss_fn not in LOSS_FNS:
+        raise ValueError(f"there is no loss {loss_fn!r}; loss_fn must be one of {', '.join(LOSS_FNS)}")
     if config is None:
         return None
     if not isinstance(config, Mapping):
         raise TypeError(f"loss_fn_config must be a mapping, got {type(config).__name__}")
-    settings: dict[str, float | str] = {}
-    for name, value in config.items():
-        if isinstance(value, bool) or not isinstance(value, str | int | float | np.number):
-            raise ValueError(f"loss_fn_config[{name!r}] must be a number or text, got {value!r}")
-        settings[str(name)] = value if isinstance(value, str) else float(value)
-    return settings
+    return {str(name): _setting(str(name), value) for name, value in config.items()}
+
+
+def _setting(name: str, value: Any) -> float | str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float | np.number):
+        raise ValueError(f"loss_fn_config[{name!r}] must be a number or text, got {value!r}")
+    if isinstance(value, str):
+        return value if name in TEXTS else _number_in(value)
+    if not math.isfinite(value):
+        raise ValueError(f"loss_fn_config[{name!r}] must be a finite number, got {value!r}")
+    return float(value)
+
+
+def _number_in(text: str) -> float | str:
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return number if math.isfinite(number) else text
 
 
 def _checked_ttl(seconds: int | None) -> int | None:
@@ -350,7 +377,12 @@ class TrainingClient:
         receipts = await self._submit_data(data, loss_fn, config, forward_only)
 
         async def fetch() -> ForwardBackwardOutput:
-            return combine(await _in_order([self._result(receipt, options) for receipt in receipts]))
+            try:
+                return combine(await _in_order([self._result(receipt, options) for receipt in receipts]))
+            except RequestFailedError as error:
+                if len(receipts) > 1 and not forward_only and error.hint is None:
+                    error.hint = f"the call was sent in {len(receipts)} chunks; {PARTIAL.format('those that succeed')}"
+                raise
 
         return fetch
 
@@ -368,7 +400,7 @@ class TrainingClient:
             )
             for chunk in self._chunks(data)
         ]
-        return await self._submit_chunks(requests)
+        return await _carried(self._submit_chunks(requests))
 
     def _chunks(self, data: list[Datum]) -> list[list[Datum]]:
         """Cut data so that no chunk holds too many datums or bytes; a datum that is too big goes alone."""
@@ -398,11 +430,8 @@ class TrainingClient:
         failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
         if failures:
             error, accepted = failures[0], len(outcomes) - len(failures)
-            if accepted and isinstance(error, TinkerError) and error.hint is None:
-                error.hint = (
-                    f"{accepted} of the call's {len(outcomes)} chunks were accepted, and their gradient counts in the "
-                    "next optim_step; load a saved state to be rid of it"
-                )
+            if accepted and not requests[0].forward_only and isinstance(error, TinkerError) and error.hint is None:
+                error.hint = f"{accepted} of the call's {len(outcomes)} chunks were accepted; {PARTIAL.format('those')}"
             raise error
         return [outcome for outcome in outcomes if isinstance(outcome, Receipt)]
 
@@ -412,6 +441,8 @@ class TrainingClient:
             async with self._outbox.budget.taken(self._size(request)):
                 receipt = await self._session.submit(op, request)
         except APIConnectionError:
+            # It may have arrived or not. Whoever made the call need not wait until that is settled.
+            runtime().task(self._spend(request.seq_id))
             raise
         except Exception:
             await self._spend(request.seq_id)
@@ -431,7 +462,7 @@ class TrainingClient:
             model_id=self.model_id, seq_id=seq_id, forward_only=True, forward_backward_input=nothing
         )
         with contextlib.suppress(TinkerError):
-            await self._session.submit(protocol.FORWARD_BACKWARD, request, patience=5)
+            await self._session.submit(protocol.FORWARD_BACKWARD, request, patience=SPEND_PATIENCE)
 
     def forward_backward_custom(
         self,
@@ -459,7 +490,9 @@ class TrainingClient:
         if loss_type_input is not None:
             if loss_type_input != "logprobs":
                 raise ValueError(f"loss_type_input must be 'logprobs', got {loss_type_input!r}")
-            warnings.warn("loss_type_input has no effect and will go: leave it out", FutureWarning, stacklevel=2)
+            warnings.warn(
+                "loss_type_input has no effect and will go: leave it out", FutureWarning, stacklevel=users_level()
+            )
         originals = _checked(data)
         _check_options(options)
         if isinstance(loss_fn, LossHandle):
@@ -546,7 +579,7 @@ class TrainingClient:
         request = self._step_request(optim_params, adam_params)
 
         async def turn() -> Fetch[UntypedAPIFuture]:
-            receipt = await self._submit(protocol.OPTIM_STEP, self._numbered(request))
+            receipt = await _carried(self._submit(protocol.OPTIM_STEP, self._numbered(request)))
 
             async def fetch() -> UntypedAPIFuture:
                 return _public(receipt)
@@ -579,7 +612,9 @@ class TrainingClient:
             names = ", ".join(sorted(name for name, known in protocol.BY_NAME.items() if known.result is not None))
             raise ValueError(f"{operation!r} is not an operation with a future; those are: {names}")
         _check_options(options)
-        return self._session.start(self._result(Receipt(op, time.monotonic(), request_id), options))
+        future: Future[Any] = self._session.start(self._result(Receipt(op, time.monotonic(), request_id), options))
+        self._session.track(future)
+        return future
 
     async def retrieve_async(
         self,
@@ -600,7 +635,7 @@ class TrainingClient:
         _check_options(options)
 
         async def turn() -> Fetch[Any]:
-            receipt = await self._submit(op, self._numbered(request))
+            receipt = await _carried(self._submit(op, self._numbered(request)))
 
             async def fetch() -> Any:
                 result = await self._result(receipt, options)
@@ -669,7 +704,7 @@ class TrainingClient:
             protocol.SAVE_WEIGHTS_FOR_SAMPLER,
             request,
             options,
-            lambda saved: SaveWeightsForSamplerResponse(path=saved.path or ""),
+            lambda saved: SaveWeightsForSamplerResponse(path=self._path_of("save_weights_for_sampler", saved)),
         )
 
     async def save_weights_for_sampler_async(
@@ -707,7 +742,9 @@ class TrainingClient:
             protocol.SAVE_WEIGHTS_EXTERNAL,
             request,
             options,
-            lambda saved: SaveWeightsExternalResponse(path=saved.path or "", type=saved.type),
+            lambda saved: SaveWeightsExternalResponse(
+                path=self._path_of("save_weights_external", saved), type=saved.type
+            ),
         )
 
     async def save_weights_external_async(
@@ -720,6 +757,11 @@ class TrainingClient:
         """Like `save_weights_external`; awaiting it gives the future."""
         return self.save_weights_external(name, ttl_seconds, age_encryption_recipients, **options)
 
+    def _path_of(self, operation: str, saved: Any) -> str:
+        if not saved.path:
+            raise APIResponseValidationError(f"{operation} at {self._session.transport.place}: the answer has no path")
+        return str(saved.path)
+
     def _save_and_sample(
         self, name: str | None, retry_config: RetryConfig | None, record_stability_info: bool
     ) -> Future[SamplingClient]:
@@ -728,7 +770,7 @@ class TrainingClient:
                 "save_weights_and_get_sampling_client makes a nameless sampler, name has no effect: "
                 "save_weights_for_sampler(name) saves under a name",
                 FutureWarning,
-                stacklevel=3,
+                stacklevel=users_level(),
             )
         # The number is taken once: a request that is sent again must be the same request.
         request = SaveWeightsForSamplerRequest(
@@ -736,7 +778,7 @@ class TrainingClient:
         )
 
         async def turn() -> Fetch[SamplingClient]:
-            receipt = await self._submit(protocol.SAVE_WEIGHTS_FOR_SAMPLER, self._numbered(request))
+            receipt = await _carried(self._submit(protocol.SAVE_WEIGHTS_FOR_SAMPLER, self._numbered(request)))
 
             async def fetch() -> SamplingClient:
                 saved: SaveWeightsForSamplerResponseInternal = await self._result(receipt, {})
@@ -837,7 +879,7 @@ class TrainingClient:
             f"load_state{'_' * optimizer}{name} will go: ServiceClient.create_training_client_from_state"
             f"{'_' * optimizer}{name} makes a new run of a checkpoint",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
         request = LoadWeightsRequest(model_id=self.model_id, path=path, optimizer=optimizer, weights_access_token=token)
         return self._put(protocol.LOAD_WEIGHTS, request, options)
