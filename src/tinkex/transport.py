@@ -61,7 +61,7 @@ CONFLICT_PATIENCE = 2.0
 RESPONSE_BYTES = 52_428_800
 """Bytes of announced results that are fetched at once, until the server says otherwise."""
 CONNECT_SECONDS = 5.0
-LARGE_BODY = 1 << 20
+LARGE_BODY = 1 << 16
 """Bodies from this size on are written piece by piece, so that the loop gets to other things in between."""
 LONGEST_RETRY_AFTER = 60.0
 REJECTED_ATTEMPTS = 16
@@ -92,15 +92,7 @@ class Reply:
     @property
     def retry_after(self) -> float | None:
         """Seconds the server asks to wait, no more than a minute; a date counts from now."""
-        return retry_after(self.headers)
-
-
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that `retry-after-ms` or `retry-after` (a number or an HTTP date) ask for, within (0, 60]."""
-    seconds = wait_asked(headers)
-    if seconds is None and (text := headers.get("retry-after")) is not None:
-        logger.warning("the server sent a retry-after that cannot be read: %r", text[:100])
-    return _bounded(seconds)
+        return _bounded(wait_asked(self.headers))
 
 
 def _bounded(seconds: float | None) -> float | None:
@@ -174,7 +166,8 @@ class HttpExchange:
             self._pools[traffic] = pool
         return pool
 
-    def _request(
+    @contextlib.asynccontextmanager
+    async def _request(
         self,
         method: str,
         path: str,
@@ -184,7 +177,7 @@ class HttpExchange:
         traffic: Traffic,
         *,
         streaming: bool = False,
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A request over HTTP/1.1; a whole address may stand in for the path."""
         import aiohttp
         from yarl import URL
@@ -199,16 +192,20 @@ class HttpExchange:
         address = self._base_url + path if path.startswith("/") else path
         if self._proxy_headers and address.startswith("http:"):  # aiohttp gives them to tunnels alone
             headers = {**headers, **self._proxy_headers}
-        return self._pool(traffic).request(
-            method,
-            URL(address, encoded=True),
-            data=body if body is None or len(body) < LARGE_BODY else io.BytesIO(body),
-            headers=headers,
-            timeout=limits,
-            allow_redirects=False,
-            proxy=self._proxy,
-            proxy_headers=self._proxy_headers,
-        )
+        async with asyncio.timeout(None) as deadline:
+            request = self._pool(traffic).request(
+                method,
+                URL(address, encoded=True),
+                data=body if body is None or len(body) < LARGE_BODY else _Upload(body, deadline, timeout),
+                headers=headers,
+                timeout=limits,
+                allow_redirects=False,
+                proxy=self._proxy,
+                proxy_headers=self._proxy_headers,
+            )
+            async with request as response:
+                deadline.reschedule(None)  # from here on the HTTP library listens for silence
+                yield response
 
     async def send(
         self,
@@ -253,6 +250,23 @@ class HttpExchange:
         """Close the pools."""
         for pool in self._pools.values():
             await pool.close()
+
+
+class _Upload(io.BytesIO):
+    """A large body, read piece by piece while it is written; a peer that stops taking it is noticed.
+
+    The HTTP library listens for silence only once all is written. After the last piece it has as much time again.
+    """
+
+    def __init__(self, body: bytes, deadline: asyncio.Timeout, seconds: float) -> None:
+        super().__init__(body)
+        self._size, self._deadline, self._seconds = len(body), deadline, seconds
+
+    def read(self, size: int | None = -1) -> bytes:
+        piece = super().read(size)
+        pieces = 1 if self.tell() < self._size else 2
+        self._deadline.reschedule(asyncio.get_running_loop().time() + pieces * self._seconds)
+        return piece
 
 
 def _lower(headers: Mapping[str, str]) -> dict[str, str]:
@@ -442,7 +456,7 @@ class Transport:
                 self.config.max_retries if max_retries is None else max_retries,
             )
             outcome["retry_count"] = retries
-        _heed_deprecation(op, reply.headers)
+        self._heed_deprecation(op, reply.headers)
         return replace(reply, elapsed=time.monotonic() - started, retries=retries)
 
     @contextlib.asynccontextmanager
@@ -745,8 +759,15 @@ class Transport:
                 retry_after=reply.retry_after,
             )
             error.retry_after = _bounded(error.retry_after)
+            if (text := reply.headers.get("retry-after")) is not None and wait_asked({"retry-after": text}) is None:
+                logger.warning("%s: a retry-after that cannot be read: %r", where, self._scrubber.text(text, 100))
         error.should_retry = _should_retry(reply.headers)
         return error
+
+    def _heed_deprecation(self, op: Operation, headers: Mapping[str, str]) -> None:
+        if note := headers.get("x-deprecation-note"):
+            level = logging.ERROR if headers.get("x-deprecation-level") == "error" else logging.WARNING
+            logger.log(level, "%s: %s", op.name, self._scrubber.text(note))
 
     def _without_secrets(self, data: bytes) -> bytes:
         """Bytes as they are, but for the secrets that we know."""
@@ -808,12 +829,6 @@ def _body_headers(op: Operation, body: codec.Body | None) -> dict[str, str]:
 def _should_retry(headers: Mapping[str, str]) -> bool | None:
     """What the server says about sending a request again; None when it leaves that to us."""
     return {"true": True, "false": False}.get(headers.get("x-should-retry", "").strip().lower())
-
-
-def _heed_deprecation(op: Operation, headers: Mapping[str, str]) -> None:
-    if note := headers.get("x-deprecation-note"):
-        level = logging.ERROR if headers.get("x-deprecation-level") == "error" else logging.WARNING
-        logger.log(level, "%s: %s", op.name, note)
 
 
 def target(op: Operation, path: Mapping[str, str] | None = None, query: Mapping[str, object] | None = None) -> str:
