@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -161,6 +160,8 @@ def wait_asked(headers: Mapping[str, str], body: object = None) -> float | None:
 
 def _until(date: object) -> float:
     """Seconds from now to a date as HTTP writes it; -1 for anything else."""
+    from email.utils import parsedate_to_datetime  # rarely needed, and not free to import
+
     try:
         return max(0.0, parsedate_to_datetime(str(date)).timestamp() - time.time())
     except (ValueError, OverflowError):
