@@ -199,6 +199,12 @@ async def test_a_large_body_over_a_slow_line_is_not_cut() -> None:
         assert time.monotonic() - began > 0.6
 
 
+async def test_a_slow_answer_to_a_large_body_is_not_cut(faulty: FaultyServer) -> None:
+    faulty.script("x", Answer(body=b"x" * 1000, pieces=13, pause=0.1))
+    async with exchange(faulty.base_url) as opened:
+        assert len((await send(opened, "x", "train", 0.5, b"x" * 200_000)).body) == 1000
+
+
 async def test_a_server_that_stops_taking_a_body_is_given_up() -> None:
     body = b"x" * (24 << 20)
     async with taking(0, 1 << 20) as url, exchange(url) as opened:

@@ -828,7 +828,7 @@ PLANTED = {"key": "planted-api-key", "gate": "planted-gate", "cookie": "planted-
     [
         Answer(401, {"detail": "bad key planted-api-key", "nested": [{"echo": "planted-api-key"}]}),
         Answer(503, b"you said planted-api-key, planted-gate and planted-query", content_type="text/plain"),
-        Answer(302, headers={"Location": "http://me:planted-api-key@127.0.0.1/x?sig=planted-query"}),
+        Answer(302, headers={"Location": "http://me:planted-other@127.0.0.1/x?sig=planted-other"}),
         Answer(body=b"<html>planted-api-key</html>"),
         Answer(body={"session_id": 5, "planted-api-key": "planted-gate"}),
         Answer(400),
