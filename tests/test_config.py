@@ -160,7 +160,7 @@ TIERS: dict[str, tuple[str | None, str, Any, Any, Any]] = {
 }
 
 
-@pytest.mark.covers("C01")
+@pytest.mark.covers("C01", "24.config.1", "24.config.2")
 @pytest.mark.parametrize("name", TIERS)
 def test_every_setting_has_four_tiers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_applied_levels", [0])  # the level of logging is another test's business
@@ -182,12 +182,12 @@ def test_every_setting_has_four_tiers(name: str, monkeypatch: pytest.MonkeyPatch
     assert resolved() == (list(told) if isinstance(app, list) else told)
 
 
-@pytest.mark.covers("C01")
+@pytest.mark.covers("C01", "24.config.1")
 def test_all_settings_have_their_tiers_tested() -> None:
     assert set(TIERS) == {item.name for item in fields(Config)}
 
 
-@pytest.mark.covers("C01")
+@pytest.mark.covers("C01", "24.config.7")
 def test_what_holds_when_nothing_is_said() -> None:
     config = Config.resolve(base_url="local")
     assert (config.timeout, config.max_retries, config.poll_backoff, config.telemetry) == (60, None, None, True)
@@ -298,7 +298,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words
             Config(**{"base_url": "https://example.com", "api_key": "tml-x", **settings})
 
 
-@pytest.mark.covers("C02")
+@pytest.mark.covers("C02", "24.config.3")
 def test_keys_are_of_known_kinds_except_on_this_machine() -> None:
     for key in ("tml-x", "eyJhbGciOi.x.y"):
         assert Config.resolve(base_url="https://example.com", api_key=key).api_key == key
@@ -311,7 +311,7 @@ def test_keys_are_of_known_kinds_except_on_this_machine() -> None:
 # ── parity, proxies, polls, pools ────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("C03")
+@pytest.mark.covers("C03", "24.config.8")
 def test_a_parity_mode_chooses_the_defaults_of_an_older_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(**given: Any) -> tuple[float, int | None]:
         config = Config.resolve(base_url="local", **given)
@@ -339,7 +339,7 @@ def test_a_parity_mode_chooses_the_defaults_of_an_older_sdk(monkeypatch: pytest.
     assert chosen(parity_mode="beam", timeout=7, max_retries=0) == (7, 0)
 
 
-@pytest.mark.covers("C04")
+@pytest.mark.covers("C04", "24.config.4")
 @pytest.mark.parametrize(
     ("proxy", "url"),
     [
@@ -360,7 +360,7 @@ def test_proxies_have_several_forms(proxy: Any, url: str) -> None:
     assert replace(config, timeout=1).proxy == url
 
 
-@pytest.mark.covers("C04")
+@pytest.mark.covers("C04", "24.config.4")
 def test_the_account_of_a_proxy_is_a_header_unless_headers_are_given() -> None:
     config = Config.resolve(**HERE, proxy="http://user:pass@host")
     assert config.proxy_url == "http://host:80"

@@ -14,7 +14,7 @@ import pytest
 
 import tinkex
 from faulty import Answer, Seen, faulty_server
-from tinkex import Config, ConfigurationError, ServiceClient
+from tinkex import Config, ConfigurationError, HttpClient, ServiceClient
 from tinkex.config import configure, mask_api_key
 from tinkex.credentials import RENEW_BEFORE, RENEW_NOW, Token, claims, stored_key
 
@@ -49,7 +49,7 @@ def test_each_tier_yields_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> 
     assert Config.resolve(**base, default_headers=None).default_headers == {"X-A": "configured"}
 
 
-@pytest.mark.covers("C01")
+@pytest.mark.covers("C01", "24.config.2")
 def test_false_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKEX_DUMP_HEADERS", "yes")
     assert Config.resolve(base_url="local").dump_headers is True
@@ -64,7 +64,7 @@ def test_unknown_settings_are_refused() -> None:
         configure(colour=1)
 
 
-@pytest.mark.covers("C05")
+@pytest.mark.covers("C05", "24.config.5")
 @pytest.mark.parametrize(
     ("key", "shown"),
     [("tml-abcdef123456", "tml-ab...3456"), ("abcd", "****"), ("abcde", "abc...bcde"), ("", ""), (None, None)],
@@ -73,7 +73,7 @@ def test_masks(key: str | None, shown: str | None) -> None:
     assert mask_api_key(key) == shown
 
 
-@pytest.mark.covers("C05")
+@pytest.mark.covers("C05", "24.config.6")
 def test_secrets_are_not_in_the_repr() -> None:
     config = Config.resolve(
         base_url="https://example.com",
@@ -179,7 +179,7 @@ def test_a_token_that_cannot_be_read_says_so(text: str) -> None:
 # ── on the way ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("C04", "D14")
+@pytest.mark.covers("C04", "D14", "24.code.21")
 def test_a_proxy_is_really_used() -> None:
     with faulty_server() as proxy:
         configure(proxy=proxy.base_url.replace("http://", "http://me:pass@"))
@@ -191,6 +191,44 @@ def test_a_proxy_is_really_used() -> None:
     assert first.headers["proxy-authorization"] == "Basic bWU6cGFzcw=="
 
 
+@pytest.mark.covers("C04", "24.code.21")
+def test_streams_and_redirects_go_through_the_proxy_too() -> None:
+    with faulty_server() as proxy:
+        config = Config(
+            base_url="http://tinker.invalid:81",
+            api_key="tml-x",
+            proxy=proxy.base_url,
+            proxy_headers=(("X-Proxy-Pass", "sesame"),),
+        )
+        proxy.script("events", Answer(body=b"data: 1\n\n", content_type="text/event-stream"))
+        proxy.script("archive", Answer(302, headers={"Location": "http://bucket.invalid/there"}))
+        proxy.script("/there", Answer(body={"found": True}))
+        with HttpClient(config=config) as http:
+            assert list(http.stream_get("events")) == [1]
+            assert http.get("archive").result(10) == {"found": True}
+        assert [seen.headers["host"] for seen in proxy.seen] == ["tinker.invalid:81"] * 2 + ["bucket.invalid"]
+        assert {seen.headers["x-proxy-pass"] for seen in proxy.seen} == {"sesame"}
+        assert "x-api-key" not in proxy.seen[-1].headers
+
+
+@pytest.mark.covers("C04", "24.code.21")
+def test_a_tunnel_is_asked_for_without_the_key() -> None:
+    with faulty_server() as proxy:
+        proxy.script("tinker.invalid:443", Answer(407, b"who are you?", content_type="text/plain"))
+        address = proxy.base_url.replace("http://", "http://me:pass@")
+        config = Config(base_url="https://tinker.invalid", api_key="tml-x", proxy=address)
+        with HttpClient(config=config) as http, pytest.raises(tinkex.APIConnectionError) as caught:
+            http.get("healthz", max_retries=0).result(10)
+        [seen] = proxy.seen
+    assert (seen.method, seen.path) == ("CONNECT", "tinker.invalid:443")
+    assert seen.headers["proxy-authorization"] == "Basic bWU6cGFzcw=="
+    assert "tml-x" not in repr(seen)
+    assert "407" in caught.value.message
+    assert "pass" not in str(caught.value)
+    assert "bWU6" not in str(caught.value)
+
+
+@pytest.mark.covers("C13", "24.http.9")
 def test_gate_headers_and_default_query_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLOUDFLARE_ACCESS_CLIENT_ID", "gate")
     monkeypatch.setenv("CLOUDFLARE_ACCESS_CLIENT_SECRET", "open")
@@ -204,7 +242,7 @@ def test_gate_headers_and_default_query_go_along(monkeypatch: pytest.MonkeyPatch
         assert "tenant=a+b" in server.seen[0].path or "tenant=a%20b" in server.seen[0].path
 
 
-@pytest.mark.covers("C05")
+@pytest.mark.covers("C05", "24.config.6", "C25")
 def test_dumped_headers_are_redacted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="tinkex")
     configure(dump_headers=True)

@@ -542,6 +542,16 @@ def test_an_answer_that_is_something_else_is_named(faulty: FaultyServer, client:
         client.get_session("s").result(10)
 
 
+@pytest.mark.covers("24.types.6")
+@pytest.mark.parametrize("time", ["soon", "Fri, 02 Jan 2026 00:00:00 GMT", 5, None], ids=repr)
+def test_a_time_that_is_none_is_refused_in_words(faulty: FaultyServer, client: RestClient, time: Any) -> None:
+    faulty.script("checkpoints", Answer(body={"checkpoints": [{**CHECKPOINT, "time": time}], "cursor": PAGE}))
+    with pytest.raises(tinkex.APIResponseValidationError, match=r"list_user_checkpoints at .*time"):
+        client.list_user_checkpoints().result(10)
+    with pytest.raises(ValueError, match="time"):
+        types.Checkpoint.model_validate({**CHECKPOINT, "time": time})
+
+
 def test_billing_events_are_told_apart(faulty: FaultyServer, admin: AdminClient) -> None:
     kinds: list[tuple[dict[str, Any], Any]] = [
         ({"type": "training", "token_count": 1}, types.TrainingBillingEvent(token_count=1)),
@@ -662,6 +672,7 @@ def test_nothing_else_about_archives_is_tried_again(faulty: FaultyServer, client
     assert len(faulty.seen) == 1
 
 
+@pytest.mark.covers("24.types.6")
 @pytest.mark.parametrize("headers", [{}, {"Expires": "0"}, {"Expires": "soon"}], ids=repr)
 def test_an_archive_address_without_an_expiry_is_good_for_a_while(
     faulty: FaultyServer, client: RestClient, headers: dict[str, str]

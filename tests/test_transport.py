@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import gc
 import logging
+import pickle
+import platform
+import re
 import socket
+import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import AsyncIterator, Iterator, Mapping
+from email.utils import formatdate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import tinkex
+import tinkex.telemetry
 from faulty import Answer, FaultyServer, faulty_server
-from tinkex import protocol, transport, types
-from tinkex.config import Config
+from test_otel import StandIn
+from tinkex import events, limits, protocol, transport, types
+from tinkex.config import Config, configure
+from tinkex.exchanges import redact_headers, redact_url
+from tinkex.redaction import Scrubber
 from tinkex.transport import Transport, backoff
 
 OK = Answer(body={"session_id": "s"})
@@ -231,6 +244,173 @@ def test_the_first_retry_is_logged_without_the_key(
     assert SECRET not in caplog.text
 
 
+@pytest.mark.covers("C22", "24.http.3")
+@pytest.mark.parametrize(
+    ("status", "told", "requests"),
+    [(503, "false", 1), (503, "False", 1), (400, "true", 2), (404, "TRUE", 2), (400, "perhaps", 1), (503, "", 2)],
+)
+def test_the_server_may_overrule(
+    faulty: FaultyServer, waits: list[float], status: int, told: str, requests: int
+) -> None:
+    refusal = Answer(status, {"detail": "no"}, headers={"X-Should-Retry": told})
+    faulty.script("create_session", refusal, OK)
+    if requests == 1:
+        with pytest.raises(tinkex.APIStatusError, match="no"):
+            call(faulty.base_url)
+    else:
+        assert call(faulty.base_url).session_id == "s"
+    assert len(faulty.requests("create_session")) == requests
+
+
+@pytest.mark.covers("C22", "24.code.5")
+def test_a_good_answer_may_be_one_to_ask_for_again(faulty: FaultyServer, waits: list[float]) -> None:
+    again = Answer(body={"session_id": "not yet"}, headers={"x-should-retry": "true", "retry-after": "3"})
+    faulty.script("create_session", again, again, OK)
+    assert call(faulty.base_url).session_id == "s"
+    assert len(faulty.requests("create_session")) == 3
+    assert waits == [3.0, 3.0]
+    faulty.script("create_session", again)
+    assert call(faulty.base_url, max_retries=2).session_id == "not yet"  # it was a good one, after all
+    assert len(faulty.requests("create_session")) == 3 + 3
+    assert call(faulty.base_url, patience=0).session_id == "not yet"
+    faulty.script("create_session", Answer(body={"session_id": "s"}, headers={"x-should-retry": "false"}))
+    assert call(faulty.base_url).session_id == "s"
+
+
+@pytest.mark.covers("C22", "24.http.4")
+def test_one_retry_allowed_is_two_requests(faulty: FaultyServer, waits: list[float]) -> None:
+    faulty.script("create_session", Answer(503))
+    with pytest.raises(tinkex.InternalServerError, match="after 2 attempts"):
+        call(faulty.base_url, max_retries=1)
+    assert len(faulty.requests("create_session")) == 2
+
+
+@pytest.mark.covers("D20", "24.code.6")
+@pytest.mark.parametrize("name", ["Retry-After", "retry-after", "RETRY-AFTER"])
+@pytest.mark.parametrize(("ahead", "honoured"), [(20, True), (3600, False), (-50, False)])
+def test_the_server_may_name_a_date(
+    faulty: FaultyServer, waits: list[float], name: str, ahead: int, honoured: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty.script("create_session", Answer(429, headers={name: formatdate(time.time() + ahead, usegmt=True)}), OK)
+    call(faulty.base_url)
+    [decided] = waits
+    assert ahead - 5 < decided <= ahead if honoured else decided <= 0.5
+    assert "cannot be read" not in caplog.text
+
+
+@pytest.mark.covers("D20", "C21")
+@pytest.mark.parametrize(
+    ("headers", "body", "seconds"),
+    [
+        ({"Retry-After": "60"}, {}, 60),
+        ({"Retry-After": "61"}, {}, None),
+        ({"retry-after-ms": "90000"}, {}, None),
+        ({}, {"retry_after_ms": 1500}, 1.5),
+        ({}, {"retry_after_ms": 3_600_000}, None),
+        ({"Retry-After": "soon"}, {}, None),
+    ],
+)
+def test_nobody_is_asked_to_wait_for_more_than_a_minute(
+    faulty: FaultyServer, headers: dict[str, str], body: Any, seconds: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty.script("create_session", Answer(429, body, headers=headers))
+    with pytest.raises(tinkex.RateLimitError) as caught:
+        call(faulty.base_url, patience=0)
+    assert caught.value.retry_after == seconds
+    assert ("a retry-after that cannot be read: 'soon'" in caplog.text) is (headers.get("Retry-After") == "soon")
+
+
+# ── a proxy's rejections ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("C22")
+def test_a_400_without_a_word_is_a_proxys_and_tried_again(faulty: FaultyServer, waits: list[float]) -> None:
+    faulty.script("create_session", Answer(400), Answer(400), OK)
+    assert call(faulty.base_url).session_id == "s"
+    assert len(faulty.requests("create_session")) == 3
+
+
+def test_rejections_without_end_are_told_in_words(faulty: FaultyServer, waits: list[float]) -> None:
+    faulty.script("create_session", Answer(400))
+    with pytest.raises(tinkex.APIConnectionError, match=r"create_session .*a proxy on the way rejected it") as caught:
+        call(faulty.base_url)
+    error = caught.value
+    assert error.attempts == len(faulty.requests("create_session")) == transport.REJECTED_ATTEMPTS + 1
+    assert f"after {error.attempts} attempts" in error.message
+    assert (error.request.method, error.request.url) == ("POST", f"{faulty.base_url}/api/v1/create_session")
+    assert error.response.status_code == 400
+    faulty.script("create_session", Answer(400, headers={"x-should-retry": "false"}))
+    faulty.seen.clear()
+    with pytest.raises(tinkex.APIConnectionError):
+        call(faulty.base_url)
+    assert len(faulty.seen) == 1
+
+
+# ── an account that must be topped up ────────────────────────────────────────────────────────────────────────────
+
+BROKE = Answer(402, {"detail": "top up"})
+
+
+@pytest.fixture
+def billing(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of the pauses: each moves it by 25 seconds, and takes none."""
+    now = [1000.0]
+    original = limits.BillingPause
+
+    async def sleep(seconds: float) -> None:
+        now[0] += 25.0
+
+    monkeypatch.setattr(limits, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(transport, "BillingPause", lambda: original(clock=lambda: now[0]))
+    return now
+
+
+def test_work_goes_on_when_the_account_is_topped_up(
+    faulty: FaultyServer, billing: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty.script("create_session", *[BROKE] * 8, OK)
+    assert call(faulty.base_url, max_retries=0).session_id == "s"  # pauses count for nothing
+    seen = faulty.requests("create_session")
+    assert len(seen) == 9
+    assert len({request.headers["x-idempotency-key"] for request in seen}) == 1
+    told = [record.getMessage() for record in caplog.records if "paused" in record.getMessage()]
+    assert len(told) == 3  # at 0, 75 and 150 of the 200 seconds: once a minute
+    assert "create_session" in told[0]
+    assert "top up" in told[0]
+    assert "in 60 minutes" in told[0]
+
+
+def test_an_account_that_is_never_topped_up_is_an_error(faulty: FaultyServer, billing: list[float]) -> None:
+    faulty.script("create_session", BROKE)
+    with pytest.raises(tinkex.BillingError, match="top up"):
+        call(faulty.base_url)
+    assert billing[0] == 1000 + 3600
+    assert len(faulty.requests("create_session")) == 3600 / 25 + 1
+
+
+def test_heartbeats_and_those_who_know_better_do_not_pause(faulty: FaultyServer, billing: list[float]) -> None:
+    faulty.script("session_heartbeat", BROKE, Answer(body={}))
+    beat = types.SessionHeartbeatRequest(session_id="s")
+    with pytest.raises(tinkex.BillingError):
+        call(faulty.base_url, protocol.SESSION_HEARTBEAT, beat, patience=0)
+    faulty.script("create_session", BROKE)
+    with pytest.raises(tinkex.BillingError):
+        call(faulty.base_url, final=(402,))
+    assert len(faulty.seen) == 2
+    assert billing == [1000.0]
+
+
+def test_deprecations_are_told(faulty: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
+    note = {"X-Deprecation-Note": f"use the new one, {SECRET}"}
+    faulty.script("create_session", Answer(body={"session_id": "s"}, headers=note))
+    call(faulty.base_url, key=SECRET)
+    faulty.script("create_session", Answer(body={"session_id": "s"}, headers={**note, "X-Deprecation-Level": "error"}))
+    call(faulty.base_url, key=SECRET)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    line = "create_session: use the new one, [REDACTED]"
+    assert told == [("WARNING", line), ("ERROR", line)]
+
+
 # ── what is sent ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -308,6 +488,534 @@ def test_ids_keep_their_colons_and_nothing_else(faulty: FaultyServer) -> None:
 def test_a_path_in_the_base_url_stays(faulty: FaultyServer) -> None:
     faulty.script("/prefix/api/v1/create_session", OK)
     assert call(f"{faulty.base_url}/prefix").session_id == "s"
+
+
+def headers_of(faulty: FaultyServer, **settings: Any) -> dict[str, str]:
+    """What a request is sent with, under these settings."""
+    given = settings.pop("headers", None)
+
+    async def run() -> None:
+        carrier = Transport(Config(base_url=faulty.base_url, **settings))
+        await carrier.call(protocol.CREATE_SESSION, HELLO, headers=given)
+        await carrier.close()
+
+    faulty.script("create_session", OK)
+    asyncio.run(run())
+    return faulty.requests("create_session")[-1].headers
+
+
+@pytest.mark.covers("C08", "C14", "24.code.3")
+def test_requests_say_who_makes_them(faulty: FaultyServer) -> None:
+    sent = headers_of(faulty)
+    assert sent["x-stainless-package-version"] == protocol.PROTOCOL_VERSION == "0.36.0"
+    assert sent["user-agent"] == f"tinkex/{tinkex.__version__} (python)"
+    assert sent["x-stainless-os"] == {"Darwin": "MacOS"}.get(platform.system(), platform.system())
+    assert sent["x-stainless-arch"] in ("x64", "arm64", "x32", platform.machine().lower())
+    assert sent["x-stainless-runtime"] == platform.python_implementation()
+    assert sent["x-stainless-runtime-version"] == platform.python_version()
+    assert sent["x-stainless-async"] == "async:asyncio"
+    assert sent["x-stainless-read-timeout"] == "60"
+    assert sent["x-stainless-retry-count"] == "0"
+    assert "gzip" in sent["accept-encoding"]
+    assert headers_of(faulty, timeout=7.5)["x-stainless-read-timeout"] == "7.5"
+    assert headers_of(faulty, user_agent="mine/1")["user-agent"] == "mine/1"
+
+
+@pytest.mark.covers("C14", "24.code.3")
+def test_polls_and_samples_have_headers_of_their_own(faulty: FaultyServer) -> None:
+    faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
+    faulty.script("asample", Answer(body={"request_id": "r"}))
+    faulty.script("retrieve_future", Answer(408, delay=1.1), Answer(body={"sequences": []}))
+    configure(default_query={"tenant": "t"}, default_headers={"x-gate": "g", "ACCEPT": "text/odd"})
+    try:
+        with tinkex.ServiceClient(base_url=faulty.base_url, api_key=SECRET) as service:
+            sampler = service.create_sampling_client(base_model="m")
+            prompt = types.ModelInput.from_ints([1])
+            sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result(15)
+    finally:
+        configure()
+    [sample] = faulty.requests("asample?tenant=t")
+    first, second = faulty.requests("retrieve_future?tenant=t")
+    assert sample.headers["x-tinker-sampling-backpressure"] == "1"
+    assert (first.headers["x-tinker-request-type"], first.headers["x-tinker-request-iteration"]) == ("Sample", "0")
+    assert second.headers["x-tinker-request-iteration"] == "1"
+    assert float(first.headers["x-tinker-create-promise-roundtrip-time"]) >= 0
+    assert "x-tinker-create-promise-roundtrip-time" not in second.headers
+    assert first.headers["x-stainless-raw-response"] == "raw"
+    assert first.headers["x-stainless-read-timeout"] == "45"
+    assert "text/odd" not in first.headers["accept"]  # a poll knows what it can read
+    for seen in faulty.seen:
+        assert seen.path.endswith("?tenant=t")
+        assert (seen.headers["x-gate"], seen.headers["x-api-key"]) == ("g", SECRET)
+
+
+@pytest.mark.covers("C14", "24.http.9")
+def test_gate_headers_are_there_when_configured(faulty: FaultyServer) -> None:
+    gate = {"cf_access_client_id": "id", "cf_access_client_secret": "hush"}
+    sent = headers_of(faulty, **gate)
+    assert (sent["cf-access-client-id"], sent["cf-access-client-secret"]) == ("id", "hush")
+    for less in ({}, {"cf_access_client_id": "id"}):
+        assert not [name for name in headers_of(faulty, **less) if name.startswith("cf-")]
+
+
+@pytest.mark.covers("C14")
+def test_the_later_header_wins_whatever_its_case(faulty: FaultyServer) -> None:
+    gate = {"cf_access_client_id": "id", "cf_access_client_secret": "hush"}
+    default = {"USER-agent": "default", "x-api-key": "tml-default", "cf-access-client-ID": "other", "accept": "a/b"}
+    sent = headers_of(faulty, api_key=SECRET, default_headers=default, **gate)
+    assert (sent["user-agent"], sent["x-api-key"], sent["cf-access-client-id"]) == ("default", "tml-default", "other")
+    assert sent["content-type"] == "application/json"
+    own = {"User-AGENT": "call", "X-Api-Key": "tml-call", "X-IDEMPOTENCY-key": "k", "x-stainless-READ-timeout": "9"}
+    sent = headers_of(faulty, api_key=SECRET, default_headers=default, headers=own)
+    assert (sent["user-agent"], sent["x-api-key"], sent["accept"]) == ("call", "tml-call", "a/b")
+    assert (sent["x-idempotency-key"], sent["x-stainless-read-timeout"]) == ("k", "9")
+
+
+def test_each_header_is_sent_once() -> None:
+    """The scripted server keeps the last of two; here the bytes are looked at."""
+    heads: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        await reader.readexactly(int(heads[-1].lower().split(b"content-length:")[1].split(b"\r\n")[0]))
+        writer.write(b"HTTP/1.1 408 No\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        config = Config(base_url=url, api_key="k", default_headers={"user-AGENT": "d", "ACCEPT": "d", "x-api-key": "d"})
+        carrier = Transport(config)
+        with pytest.raises(tinkex.APIStatusError):
+            await carrier.call(protocol.CREATE_SESSION, HELLO, headers={"accept": "c", "Content-type": "c"}, patience=0)
+        await carrier.poll(protocol.RETRIEVE_FUTURE, types.FutureRetrieveRequest(request_id="r"), {"Accept": "c"}, 5)
+        await carrier.close()
+        server.close()
+
+    asyncio.run(run())
+    assert len(heads) == 2
+    for head in heads:
+        names = [line.partition(b":")[0].lower() for line in head.split(b"\r\n")[1:] if line]
+        assert len(names) == len(set(names))
+        assert b"accept: c\r\n" in head.lower()
+
+
+@pytest.mark.covers("C16")
+def test_the_trace_travels_with_every_kind_of_request(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn()
+    stand_in.install(monkeypatch)
+
+    def requests(propagate: bool, **headers: str) -> list[str | None]:
+        faulty.seen.clear()
+        faulty.script("create_session", Answer(503), OK)
+        faulty.script("retrieve_future", Answer(408))
+        faulty.script("stream_sample", Answer(body=b"", content_type="text/event-stream"))
+
+        async def run() -> None:
+            stand_in.attach({"traceparent": "00-abc"})
+            carrier = Transport(Config(base_url=faulty.base_url, otel_propagate=propagate))
+            await carrier.call(protocol.CREATE_SESSION, HELLO, headers=headers)
+            await carrier.poll(protocol.RETRIEVE_FUTURE, types.FutureRetrieveRequest(request_id="r"), headers, 5)
+            async with carrier.stream(protocol.STREAM_SAMPLE, headers=headers):
+                pass
+            await carrier.close()
+
+        asyncio.run(run())
+        return [seen.headers.get("traceparent") for seen in faulty.seen]
+
+    monkeypatch.setattr(transport, "backoff", lambda *_, **__: 0.001)
+    assert requests(True) == ["00-abc"] * 4
+    assert requests(False) == [None] * 4
+    assert requests(True, traceparent="00-mine") == ["00-mine"] * 4
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.propagate", None)
+    assert requests(True) == [None] * 4  # and nothing breaks
+
+
+# ── what is told of a request ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def heard() -> Iterator[list[tuple[str, dict[str, float], dict[str, Any]]]]:
+    told: list[tuple[str, dict[str, float], dict[str, Any]]] = []
+    events.attach("test", events.HTTP_EVENTS, lambda name, numbers, facts: told.append((name, {**numbers}, {**facts})))
+    yield told
+    events.detach("test")
+
+
+@pytest.mark.covers("C26", "24.http.7")
+def test_a_request_has_a_start_and_a_stop(faulty: FaultyServer, waits: list[float], heard: list[Any]) -> None:
+    faulty.script("create_session", Answer(503), Answer(503), OK)
+
+    async def run() -> None:
+        carrier = Transport(Config(base_url=faulty.base_url, api_key=SECRET, user_metadata={"run": "7", "b": "config"}))
+        carrier.facts["session_id"] = "s1"
+        await carrier.call(protocol.CREATE_SESSION, HELLO, metadata={"b": "call", "seq_id": 3})
+        await carrier.close()
+
+    asyncio.run(run())
+    (first, began, before), (second, took, after) = heard
+    assert (first, second) == (events.HTTP_START, events.HTTP_STOP)
+    assert abs(began["system_time"] - time.time()) < 60
+    assert 0 < took["duration"] < 10_000
+    assert before == {
+        "method": "POST",
+        "path": "/api/v1/create_session",
+        "pool_type": "session",
+        "base_url": faulty.base_url,
+        "session_id": "s1",
+        "run": "7",
+        "b": "call",
+        "seq_id": 3,
+    }
+    assert after == {**before, "result": "ok", "retry_count": 2}
+    assert SECRET not in repr(heard)
+
+
+@pytest.mark.covers("C26", "24.http.7")
+@pytest.mark.parametrize("op", protocol.OPERATIONS, ids=lambda op: op.name)
+def test_events_name_the_class_of_traffic(faulty: FaultyServer, heard: list[Any], op: protocol.Operation) -> None:
+    parts = dict.fromkeys(re.findall(r"{(\w+)}", op.path), "x")
+    with pytest.raises(tinkex.NotFoundError):
+        call(faulty.base_url, dataclasses.replace(op, path=f"nowhere/{op.path}"), None, path=parts)
+    assert [facts["pool_type"] for _, _, facts in heard] == [op.traffic] * 2
+    assert heard[1][2]["result"] == "error"
+    assert heard[1][2]["retry_count"] == 0
+
+
+@pytest.mark.covers("C26", "D19")
+def test_the_result_of_a_poll_is_its_status(faulty: FaultyServer, heard: list[Any]) -> None:
+    statuses = {200: "ok", 408: "ok", 404: "error", 500: "error", 302: "error"}
+    faulty.script("retrieve_future", *(Answer(status) for status in statuses))
+    archive = {"training_run_id": "r", "kind": "weights", "name": "n"}
+    faulty.script("training_runs/r/checkpoints/weights/n/archive", Answer(302, headers={"Location": "/x"}), Answer(503))
+
+    async def run() -> None:
+        carrier = Transport(Config(base_url=faulty.base_url))
+        for _ in statuses:
+            await carrier.poll(protocol.RETRIEVE_FUTURE, types.FutureRetrieveRequest(request_id="r"), {}, 5)
+        for _ in range(2):
+            await carrier.once(protocol.GET_CHECKPOINT_ARCHIVE, path=archive)
+        await carrier.close()
+
+    asyncio.run(run())
+    results = [facts["result"] for name, _, facts in heard if name == events.HTTP_STOP]
+    assert results == [*statuses.values(), "ok", "error"]
+
+
+@pytest.mark.covers("C26")
+def test_what_is_no_answer_is_an_exception(faulty: FaultyServer, heard: list[Any]) -> None:
+    class Broken:
+        async def send(self, *args: Any) -> Any:
+            raise KeyError(f"lost {SECRET}")
+
+        stream = close = send
+
+    async def run() -> None:
+        carrier = Transport(Config(base_url=faulty.base_url, api_key=SECRET, http_client=lambda _: Broken()))
+        with pytest.raises(KeyError):
+            await carrier.call(protocol.CREATE_SESSION, HELLO)
+
+    asyncio.run(run())
+    name, numbers, facts = heard[1]
+    assert name == events.HTTP_EXCEPTION
+    assert numbers["duration"] >= 0
+    assert (facts["kind"], facts["reason"]) == ("KeyError", "'lost [REDACTED]'")
+    assert "in send" in facts["stacktrace"]
+    assert SECRET not in repr(heard)
+
+
+@pytest.mark.covers("C26")
+def test_a_request_that_is_given_up_ends_too(faulty: FaultyServer, heard: list[Any]) -> None:
+    faulty.script("create_session", Answer(body={"session_id": "s"}, delay=5))
+
+    async def run() -> None:
+        carrier = Transport(Config(base_url=faulty.base_url))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(carrier.call(protocol.CREATE_SESSION, HELLO), 0.1)
+        await carrier.close()
+
+    asyncio.run(run())
+    assert [(name, facts.get("result")) for name, _, facts in heard] == [
+        (events.HTTP_START, None),
+        (events.HTTP_STOP, "cancelled"),
+    ]
+
+
+@pytest.mark.covers("C26")
+def test_the_console_logger_shows_a_real_request(
+    faulty: FaultyServer, waits: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tinkex")
+    faulty.script("create_session", Answer(503), OK)
+    logger = tinkex.telemetry.attach_logger()
+    try:
+        call(faulty.base_url, key=SECRET)
+    finally:
+        assert tinkex.telemetry.detach(logger)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert told[0] == f"HTTP start POST /api/v1/create_session pool=session base={faulty.base_url}"
+    stop = rf"HTTP stop POST /api/v1/create_session result=ok \d+ ms retries=1 base={re.escape(faulty.base_url)}"
+    assert re.fullmatch(stop, told[1])
+
+
+# ── another carrier ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Carrier:
+    """Carries requests by itself, and notes what it carried."""
+
+    def __init__(self, config: Config) -> None:
+        self.carried: list[tuple[str, str, str]] = []
+        self.closed = False
+
+    async def send(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float, traffic: str
+    ) -> transport.Reply:
+        self.carried.append((method, path, traffic))
+        answers = {"/api/v1/create_session": b'{"session_id":"carried"}', "/api/v1/client/config": b"{}"}
+        return transport.Reply(200, {}, answers.get(path, b'{"supported_models":[]}'))
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float, traffic: str
+    ) -> AsyncIterator[transport.StreamReply]:
+        self.carried.append((method, path, traffic))
+
+        async def chunks() -> AsyncIterator[bytes]:
+            yield b"data: 1\n\n"
+
+        yield transport.StreamReply(200, {}, chunks())
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.covers("C12")
+def test_every_request_goes_through_the_client_that_was_brought() -> None:
+    made: list[Carrier] = []
+
+    def bring(config: Config) -> Carrier:
+        made.append(Carrier(config))
+        return made[-1]
+
+    configure(http_client=bring)
+    try:
+        with tinkex.ServiceClient(base_url="http://localhost:1") as service:
+            service.get_server_capabilities()
+            assert service._session.session_id == "carried"
+        with tinkex.HttpClient(base_url="http://localhost:1") as http:
+            assert list(http.stream_get("events")) == [1]
+    finally:
+        configure()
+    service_carrier, http_carrier = made
+    paths = [path.removeprefix("/api/v1/") for _, path, _ in service_carrier.carried]
+    asked = [path for path in paths if path != "client/dynamic_config"]
+    assert asked == ["client/config", "create_session", "get_server_capabilities", "sessions/carried/finish"]
+    assert http_carrier.carried == [("GET", "/api/v1/events", "rest")]
+    assert service_carrier.closed
+    assert http_carrier.closed
+
+
+# ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PLANTED = {"key": "planted-api-key", "gate": "planted-gate", "cookie": "planted-cookie", "query": "planted-query"}
+
+
+@pytest.mark.covers("C05", "C25", "24.config.6", "W03")
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(401, {"detail": "bad key planted-api-key", "nested": [{"echo": "planted-api-key"}]}),
+        Answer(503, b"you said planted-api-key, planted-gate and planted-query", content_type="text/plain"),
+        Answer(302, headers={"Location": "http://me:planted-other@127.0.0.1/x?sig=planted-other"}),
+        Answer(body=b"<html>planted-api-key</html>"),
+        Answer(body={"session_id": 5, "planted-api-key": "planted-gate"}),
+        Answer(400),
+        Answer(drop=True),
+    ],
+    ids=["detail", "text", "location", "page", "misread", "rejected", "dropped"],
+)
+def test_no_secret_is_told_anywhere(
+    faulty: FaultyServer, heard: list[Any], caplog: pytest.LogCaptureFixture, answer: Answer
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    echo = {"Set-Cookie": PLANTED["cookie"], "X-Echo": PLANTED["key"], "Retry-After": PLANTED["key"]}
+    faulty.script("create_session", dataclasses.replace(answer, headers={**echo, **answer.headers}))
+    config = Config(
+        base_url=faulty.base_url,
+        api_key=PLANTED["key"],
+        cf_access_client_id="id",
+        cf_access_client_secret=PLANTED["gate"],
+        default_query={"access_token": PLANTED["query"]},
+        default_headers={"X-Note": f"for {PLANTED['key']}"},
+        dump_headers=True,
+    )
+
+    async def run() -> tinkex.APIError:
+        carrier = Transport(config)
+        logger = tinkex.telemetry.attach_logger()
+        try:
+            await carrier.call(protocol.CREATE_SESSION, HELLO, max_retries=1)
+        except tinkex.APIError as error:
+            return error
+        finally:
+            tinkex.telemetry.detach(logger)
+            await carrier.close()
+        raise AssertionError
+
+    error: BaseException | None = asyncio.run(run())
+    assert isinstance(error, tinkex.APIError)
+    assert error.request.url == f"{faulty.base_url}/api/v1/create_session?access_token=[REDACTED]"
+    if error.response is not None:
+        assert error.response.headers["x-echo"] == "[REDACTED]"
+        shown = repr((error.response.content, error.response.headers, error.response.request))
+        assert "planted" not in shown
+    assert "planted" not in repr(pickle.loads(pickle.dumps(error)).__dict__)
+    while error is not None:
+        told = "".join(traceback.format_exception_only(error)) + repr(error) + str(error) + repr(vars(error))
+        assert "planted" not in told
+        error = error.__cause__ or error.__context__
+    assert "planted" not in repr(heard)
+    assert "planted" not in repr(config)
+    dumped = [record.getMessage() for record in caplog.records if "headers=" in record.getMessage()]
+    assert dumped
+    assert f"POST {faulty.base_url}/api/v1/create_session?access_token=[REDACTED] headers=" in dumped[0]
+    assert "'X-Note': 'for [REDACTED]'" in dumped[0]
+    assert "planted" not in caplog.text
+
+
+@pytest.mark.covers("C25")
+def test_every_attempt_is_dumped_also_of_streams(faulty: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tinkex")
+    faulty.script("create_session", Answer(503), OK)
+    faulty.script("stream_sample", Answer(body=b""))
+
+    async def run(dump: bool) -> None:
+        carrier = Transport(Config(base_url=faulty.base_url, dump_headers=dump))
+        await carrier.call(protocol.CREATE_SESSION, HELLO)
+        async with carrier.stream(protocol.STREAM_SAMPLE):
+            pass
+        await carrier.close()
+
+    asyncio.run(run(True))
+    lines = [record.getMessage() for record in caplog.records if "headers=" in record.getMessage()]
+    assert len(lines) == 3
+    assert "'X-Stainless-Retry-Count': '1'" in lines[1]
+    assert f"body={len(faulty.seen[0].body)} bytes" in lines[0]
+    assert "stream_sample" in lines[2]
+    caplog.clear()
+    asyncio.run(run(False))
+    assert "headers=" not in caplog.text
+
+
+@pytest.mark.covers("C05")
+def test_a_token_or_a_commands_key_is_a_secret_too(faulty: FaultyServer) -> None:
+    faulty.script("create_session", Answer(401, {"detail": "odd: from-a-command", "echo": "from-a-command"}))
+
+    async def run() -> None:
+        carrier = Transport(Config(base_url=faulty.base_url, credential_cmd="echo from-a-command"))
+        with pytest.raises(tinkex.AuthenticationError) as caught:
+            await carrier.call(protocol.CREATE_SESSION, HELLO)
+        await carrier.close()
+        assert faulty.seen[-1].headers["x-api-key"] == "from-a-command"
+        assert "from-a-command" not in repr(vars(caught.value)) + str(caught.value)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("secret", "plain"),
+    [
+        ("X-Api-Key", "X-Key-Count"),
+        ("hfToken", "max_tokens"),
+        ("Set-Cookie", "Cookie-Policy"),
+        ("X-Amz-Signature", "Signature-Version"),
+        ("sig", "signal"),
+        ("AWSAccessKeyId", "access_scope"),
+        ("client_secret", "secretary"),
+        ("secret_key", "primary_key"),
+        ("accesstoken", "token_count"),
+        ("Proxy-Authorization", "author"),
+        ("CF-Access-Client-Secret", "CF-Access-Client-Id"),
+        ("X-Amz-Security-Token", "tokens"),
+        ("db.password", "passed"),
+        ("credential_cmd", "path"),
+    ],
+)
+def test_which_names_are_those_of_secrets(secret: str, plain: str) -> None:
+    shown = redact_headers({secret: "hush", plain: "seen"})
+    assert shown == {secret: "[REDACTED]", plain: "seen"}
+    assert (
+        redact_url(f"https://host/x?{secret}=hush&{plain}=seen") == f"https://host/x?{secret}=[REDACTED]&{plain}=seen"
+    )
+    assert Scrubber().mapping({secret: "hush", plain: "seen"}) == shown
+
+
+# ── the catalogue ────────────────────────────────────────────────────────────────────────────────────────────────
+
+CHECKPOINT = "training_runs/{training_run_id}/checkpoints/{kind}/{name}"
+CATALOGUE = {
+    "create_session": ("POST", "create_session", "session"),
+    "session_heartbeat": ("POST", "session_heartbeat", "session"),
+    "create_model": ("POST", "create_model", "train"),
+    "create_sampling_session": ("POST", "create_sampling_session", "session"),
+    "get_server_capabilities": ("GET", "get_server_capabilities", "rest"),
+    "healthz": ("GET", "healthz", "rest"),
+    "get_info": ("POST", "get_info", "rest"),
+    "unload_model": ("POST", "unload_model", "train"),
+    "forward_backward": ("POST", "forward_backward", "train"),
+    "forward": ("POST", "forward", "train"),
+    "optim_step": ("POST", "optim_step", "train"),
+    "save_weights": ("POST", "save_weights", "train"),
+    "load_weights": ("POST", "load_weights", "train"),
+    "save_weights_for_sampler": ("POST", "save_weights_for_sampler", "train"),
+    "asample": ("POST", "asample", "sample"),
+    "stream_sample": ("POST", "stream_sample", "sample"),
+    "retrieve_future": ("POST", "retrieve_future", "poll"),
+    "telemetry": ("POST", "telemetry", "telemetry"),
+    "get_session": ("GET", "sessions/{session_id}", "rest"),
+    "list_sessions": ("GET", "sessions", "rest"),
+    "list_checkpoints": ("GET", "training_runs/{training_run_id}/checkpoints", "rest"),
+    "list_user_checkpoints": ("GET", "checkpoints", "rest"),
+    "get_checkpoint_archive": ("GET", f"{CHECKPOINT}/archive", "rest"),
+    "delete_checkpoint": ("DELETE", CHECKPOINT, "rest"),
+    "set_checkpoint_ttl": ("PUT", f"{CHECKPOINT}/ttl", "rest"),
+    "publish_checkpoint": ("POST", f"{CHECKPOINT}/publish", "rest"),
+    "unpublish_checkpoint": ("DELETE", f"{CHECKPOINT}/publish", "rest"),
+    "get_training_run": ("GET", "training_runs/{training_run_id}", "rest"),
+    "list_training_runs": ("GET", "training_runs", "rest"),
+    "get_sampler": ("GET", "samplers/{sampler_id}", "rest"),
+    "weights_info": ("POST", "weights_info", "rest"),
+}
+
+
+@pytest.mark.covers("C27")
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_the_catalogue_of_endpoints(faulty: FaultyServer, name: str) -> None:
+    method, path, traffic = CATALOGUE[name]
+    op = protocol.BY_NAME[name]
+    assert (op.method, op.path, op.traffic) == (method, path, traffic)
+    parts = dict.fromkeys(re.findall(r"{(\w+)}", path), "a/b c")
+    where = re.sub(r"{\w+}", "a%2Fb%20c", path)
+    faulty.script(f"{where}?limit=1&text=a%20b%26", Answer(404, {"detail": "asked and answered"}))
+    with pytest.raises(tinkex.NotFoundError, match=f"{name} at .*asked and answered") as caught:
+        call(faulty.base_url, op, None, path=parts, query={"limit": 1, "none": None, "text": "a b&"})
+    assert faulty.seen[-1].method == method
+    assert caught.value.request.url == f"{faulty.base_url}/api/v1/{where}?limit=1&text=a%20b%26"
+
+
+@pytest.mark.covers("C13")
+def test_the_query_of_a_call_wins_over_the_configured_one(faulty: FaultyServer) -> None:
+    faulty.script("healthz", Answer(body={"status": "ok"}))
+
+    async def run() -> None:
+        carrier = Transport(Config(base_url=faulty.base_url, default_query={"a": "1", "b": "2", "c": "3"}))
+        await carrier.call(protocol.HEALTHZ, query={"b": "call", "c": None})
+        await carrier.close()
+
+    asyncio.run(run())
+    assert faulty.seen[-1].path == "healthz?a=1&b=call"
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -936,7 +936,7 @@ def test_categories_of_failures_are_parsed(text: str, category: str, again: bool
     assert types.RequestErrorCategory.parse(None) is types.RequestErrorCategory.Unknown
 
 
-@pytest.mark.covers("C90", "D24")
+@pytest.mark.covers("C90", "D24", "24.types.8")
 def test_an_operation_that_goes_on_is_read_strictly() -> None:
     whole = {"type": "Try_Again", "request_id": "r", "queue_state": "active"}
     read = types.TryAgainResponse.model_validate(whole)

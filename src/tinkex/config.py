@@ -18,7 +18,6 @@ from tinkex import environment
 from tinkex.credentials import stored_key
 from tinkex.errors import ConfigurationError
 from tinkex.exchanges import REDACTED
-from tinkex.exchanges import redact_headers as redact_headers
 
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 LOCAL = "local"

@@ -4,34 +4,49 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 REDACTED = "[REDACTED]"
-SECRET_HEADERS = {"x-api-key", "cf-access-client-secret", "authorization", "proxy-authorization"}
-SECRET_WORDS = re.compile(r"authorization|api[-_]?key|secret|token|passw|credential|cookie|signature|^sig$", re.I)
-"""Names like these belong to secrets too: better one value too many hidden than one shown."""
 SHOWN_CHARACTERS = 300
 """How much of a body goes into a message …"""
 KEPT_CHARACTERS = 2000
 """… and how much of one that is mere text into an error."""
 
 
-def is_secret(name: str) -> bool:
-    """Whether a header or a query parameter of this name carries a secret."""
-    return name.lower() in SECRET_HEADERS or SECRET_WORDS.search(name) is not None
+_SECRET_NAME = re.compile(
+    r"(?:.*-)?(?:api-?keys?|(?:aws)?access-?keys?(?:-?id)?|(?:private|secret|signing)-?keys?|secrets?|"
+    r"passw(?:or)?ds?|pwd|passphrase|authorization|(?:set-?)?cookies?2?|credentials?(?:-cmd)?|tokens?-secret|"
+    r"(?:access|auth|bearer|csrf|hf|id|refresh|security|session)?token|jwt|sig|signature)(?:-(?:value|hash))?"
+)
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether what goes by this name (of a header, a parameter, a field, a variable) is a secret.
+
+    Example:
+        >>> is_secret_name("X-Api-Key"), is_secret_name("hfToken"), is_secret_name("max_tokens")
+        (True, True, False)
+    """
+    plain = re.sub(r"[\s_.]+", "-", _CAMEL.sub("-", name.strip())).lower()
+    return _SECRET_NAME.fullmatch(plain) is not None
 
 
 def redact_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Headers that can be shown.
+    """Headers that can be shown; addresses in them, too, as `redact_url` shows them.
 
     Example:
-        >>> redact_headers({"Accept": "*/*", "X-API-Key": "tml-1"})
-        {'Accept': '*/*', 'X-API-Key': '[REDACTED]'}
+        >>> redact_headers({"Accept": "*/*", "X-API-Key": "tml-1", "Location": "https://me:pw@host/x"})
+        {'Accept': '*/*', 'X-API-Key': '[REDACTED]', 'Location': 'https://host/x'}
     """
-    return {name: REDACTED if is_secret(name) else value for name, value in headers.items()}
+    return {
+        name: REDACTED if is_secret_name(name) else redact_url(value) if "://" in value else value
+        for name, value in headers.items()
+    }
 
 
 def redact_url(url: str) -> str:
@@ -46,7 +61,9 @@ def redact_url(url: str) -> str:
     except ValueError:
         return url.rpartition("@")[2]
     pairs = [pair.partition("=") for pair in parts.query.split("&")] if parts.query else []
-    query = "&".join(name + sign + (REDACTED if value and is_secret(name) else value) for name, sign, value in pairs)
+    query = "&".join(
+        name + sign + (REDACTED if value and is_secret_name(unquote(name)) else value) for name, sign, value in pairs
+    )
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, query, ""))
 
 
@@ -94,7 +111,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Response:
-    """An answer that came. Cookies are taken out of its headers."""
+    """An answer that came. Cookies, and secrets of addresses, are taken out of its headers."""
 
     status_code: int
     headers: Mapping[str, str] = field(default_factory=Headers)
@@ -125,17 +142,30 @@ class Response:
 
 
 def wait_asked(headers: Mapping[str, str], body: object = None) -> float | None:
-    """Seconds that an answer asks its reader to wait: in its headers, else as `retry_after_ms` in its body."""
+    """Seconds that an answer asks its reader to wait: in its headers, else as `retry_after_ms` in its body.
+
+    A date in the header counts from now; one that has passed asks for no wait.
+    """
     found = Headers(headers)
     told = body.get("retry_after_ms") if isinstance(body, Mapping) else None
     for value, scale in ((found.get("retry-after-ms"), 1e-3), (found.get("retry-after"), 1.0), (told, 1e-3)):
         try:
             seconds = float(value) * scale  # type: ignore[arg-type]  # what is no number is passed over
         except (TypeError, ValueError):
-            continue
+            seconds = _until(value)
         if 0 <= seconds < float("inf"):
             return seconds
     return None
+
+
+def _until(date: object) -> float:
+    """Seconds from now to a date as HTTP writes it; -1 for anything else."""
+    from email.utils import parsedate_to_datetime  # rarely needed, and not free to import
+
+    try:
+        return max(0.0, parsedate_to_datetime(str(date)).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return -1.0
 
 
 def bounded(body: object) -> object:

@@ -5,26 +5,30 @@ For what has no method of its own (yet), and for looking at an answer's status a
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import dataclasses
+import math
+import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 import msgspec
 
 from tinkex import codec, sse, uploads
 from tinkex.config import Config
-from tinkex.errors import APIResponseValidationError
 from tinkex.futures import Future, start
 from tinkex.protocol import PREFIX, Operation
 from tinkex.responses import wrapped
 from tinkex.streams import Stream
 from tinkex.transforms import OMIT, Omit, transform
-from tinkex.transport import Reply, StreamReply, Transport
+from tinkex.transport import Reply, Transport
 from tinkex.types.sessions import Empty
 
 Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
+EventParser: TypeAlias = Literal["json", "raw"] | Callable[[sse.ServerSentEvent], Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,13 +66,13 @@ class RequestOptions(TypedDict, total=False):
     params: Mapping[str, Any]
     """The query; it wins over that of the path, which wins over the configured one."""
     extra_json: Mapping[str, Any]
-    """Fields added to the body."""
+    """Fields added to the body; one that is OMIT is taken out of it."""
     idempotency_key: str | Omit
     """Sent instead of one made up; OMIT sends none."""
     follow_redirects: bool
     """False: an answer that sends on to another address is returned as `{"url", "status", "expires"}`."""
     files: Any
-    """Sent with the body as a form; see `tinkex.uploads`."""
+    """Sent with the body as a form; see `tinkex.uploads`. They are read in a thread: leave open ones open till then."""
     transform: Mapping[str, Any]
     """Passed to `tinkex.transforms.transform`: aliases, formats, drop_none."""
     response: Literal["data", "wrapped"]
@@ -95,14 +99,16 @@ class HttpClient:
             raise ValueError("give a config, or base_url and api_key, not both")
         self.config = config or Config.resolve(base_url=base_url, api_key=api_key)
         self._transport = Transport(self.config)
-        self._wrapped = False
+        self._behind: HttpClient | None = None
+        # Nobody need close a client: its connections go when it does.
+        weakref.finalize(self, _close, self._transport).atexit = False
 
     @property
     def with_raw_response(self) -> HttpClient:
         """The same client, whose answers are all `APIResponse`."""
-        other = object.__new__(HttpClient)
-        other.config, other._transport, other._wrapped = self.config, self._transport, True
-        return other
+        raw = copy.copy(self)
+        raw._behind = self
+        return raw
 
     def get(self, path: str, **options: Unpack[RequestOptions]) -> Future[Any]:
         """Read."""
@@ -126,8 +132,8 @@ class HttpClient:
         *,
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        event_parser: Literal["json", "raw"] | Callable[[sse.ServerSentEvent], Any] = "json",
+        timeout: float | Timeout | None = None,
+        event_parser: EventParser = "json",
     ) -> EventStream:
         """Read server-sent events as they come; asked for once, never again.
 
@@ -139,13 +145,16 @@ class HttpClient:
             event_parser: What is made of an event: its decoded data, its text, or what a function gives. None and ""
                 are left out.
         """
+        if event_parser not in ("json", "raw") and not callable(event_parser):
+            raise ValueError(f'event_parser must be "json", "raw" or a function, got {event_parser!r}')
+        op, url, limit = _operation("GET", path), self._url(path, params), _seconds(timeout)
         stream = EventStream()
-        stream.begin(start(self._read_events(stream, path, params, headers, timeout, event_parser)))
+        stream.begin(start(self._read_events(stream, op, url, headers, limit, event_parser)))
         return stream
 
-    def close(self) -> None:
+    def close(self) -> Future[None]:
         """Release the connections."""
-        start(self._transport.close()).result()
+        return start(self._transport.close())
 
     def __enter__(self) -> Self:
         return self
@@ -153,40 +162,46 @@ class HttpClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close().result(timeout=30)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
 
     def _start(self, method: Method, path: str, body: Any, options: RequestOptions) -> Future[Any]:
-        if unknown := set(options) - RequestOptions.__annotations__.keys():
-            raise TypeError(f"unknown option {min(unknown)!r}; known are {', '.join(RequestOptions.__annotations__)}")
-        url = self._url(path, options.get("params"))
-        return start(self._request(_operation(method, path), url, self._body(method, body, options), options))
+        _check(method, options)
+        op, url, fields = _operation(method, path), self._url(path, options.get("params")), _fields(body, options)
+        ready = None if options.get("files") else _body(method, fields, options)
+        return start(self._request(op, url, fields, ready, options))
 
     def _url(self, path: str, params: Mapping[str, Any] | None) -> str:
         """The path from the base URL on, with the query that the settings, the path and the call make together."""
         plain, _, text = path.partition("?")
-        whole = plain if plain.startswith("/") else f"{PREFIX}/{plain}"
-        query: dict[str, Any] = {**self.config.default_query, **dict(parse_qsl(text, keep_blank_values=True))}
+        if "://" in plain:
+            raise ValueError(f"give a path, not an address: {plain!r}; the client's base URL says where requests go")
+        whole = quote(plain if plain.startswith("/") else f"{PREFIX}/{plain}", safe="!$%&'()*+,/:;=@[]~")
+        given: dict[str, Any] = {}
         for name, value in (params or {}).items():
             if not str(name).strip():
                 raise ValueError("a query parameter has a blank name")
             if value is not None and not isinstance(value, str | int | float):
                 raise ValueError(f"query parameter {name!r} must be text or a number, got {value!r}")
-            query[str(name).strip()] = value
-        pairs = [(name, _text(value)) for name, value in query.items() if value is not None]
+            given[str(name).strip()] = value
+        own = [pair for pair in parse_qsl(text, keep_blank_values=True) if pair[0] not in given]
+        named = given.keys() | dict(own).keys()
+        pairs = [pair for pair in self.config.default_query.items() if pair[0] not in named] + own
+        pairs += [(name, _text(value)) for name, value in given.items() if value is not None]
         return f"{whole}?{urlencode(pairs)}" if pairs else whole
 
-    def _body(self, method: Method, body: Any, options: RequestOptions) -> codec.Body | None:
-        if extra := options.get("extra_json"):
-            body = {**(transform(body) or {}), **extra}
-        files, headers = options.get("files"), options.get("headers") or {}
-        if body is None and not files:
-            return None if method in ("GET", "DELETE") else codec.Body(b"{}")
-        if files is None and not isinstance(body, str | bytes):
-            body = transform(body, **(options.get("transform") or {}))
-        content_type, data = uploads.body_for(body, files, headers)
-        return codec.Body(data, content_type) if content_type else None
-
-    async def _request(self, op: Operation, url: str, body: codec.Body | None, options: RequestOptions) -> Any:
+    async def _request(
+        self, op: Operation, url: str, fields: Any, body: codec.Body | None, options: RequestOptions
+    ) -> Any:
+        if options.get("files"):
+            body = await asyncio.to_thread(_body, op.method, fields, options)
         # The content type is part of the body by now: a form's names the boundary that was used.
         given = options.get("headers") or {}
         headers = {name: value for name, value in given.items() if name.lower() != "content-type"}
@@ -198,14 +213,14 @@ class HttpClient:
             body,
             headers=headers,
             without=("x-idempotency-key",) if key is OMIT else (),
-            timeout=timeout.read if isinstance(timeout := options.get("timeout"), Timeout) else timeout,
+            timeout=_seconds(options.get("timeout")),
             max_retries=options.get("max_retries"),
             metadata=options.get("metadata"),
             url=url,
             follow=options.get("follow_redirects", True),
         )
         data = _redirection(reply) or self._decode(op, reply)
-        if self._wrapped or options.get("response") == "wrapped":
+        if self._behind is not None or options.get("response") == "wrapped":
             return wrapped(op, reply, data)
         return data
 
@@ -215,31 +230,41 @@ class HttpClient:
         try:
             return msgspec.json.decode(reply.body)
         except msgspec.DecodeError as error:
-            raise APIResponseValidationError(
-                f"{op.name} at {self._transport.place}: the answer is not JSON: {error}", body=reply.body[:2000]
-            ) from error
+            raise self._transport.misread(op, reply, f"the answer is not JSON: {error}") from error
 
     async def _read_events(
         self,
         stream: EventStream,
-        path: str,
-        params: Mapping[str, Any] | None,
+        op: Operation,
+        url: str,
         headers: Mapping[str, str] | None,
         timeout: float | None,
-        parser: Literal["json", "raw"] | Callable[[sse.ServerSentEvent], Any],
+        parser: EventParser,
     ) -> None:
-        op, url = _operation("GET", path), self._url(path, params)
         try:
             async with self._transport.stream(op, headers=headers, timeout=timeout, url=url) as reply:
-                stream.head.set_result(reply)
+                if not stream.head.done():
+                    stream.head.set_result(StreamHead(reply.status, reply.headers, op.method, reply.url))
                 async for event in sse.events(reply.chunks):
                     value = event.json() if parser == "json" else event.data if parser == "raw" else parser(event)
                     if value is not None and value != "":
                         stream.put(value)
-        except BaseException as error:
+        except Exception as error:
             if not stream.head.done():
                 stream.head.set_exception(error)
             raise
+        finally:
+            stream.head.cancel()  # hung up before there was one; else it is there, and stays
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamHead:
+    """What is known of a stream before its first event; names of headers are lower-case."""
+
+    status: int
+    headers: Mapping[str, str]
+    method: str
+    url: str
 
 
 class EventStream(Stream[Any]):
@@ -247,7 +272,54 @@ class EventStream(Stream[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head: Future[StreamReply] = Future()
+        self.head: Future[StreamHead] = Future()
+
+
+def _close(transport: Transport) -> None:
+    """What becomes of the connections of a client that was dropped."""
+    start(transport.close())
+
+
+def _check(method: Method, options: RequestOptions) -> None:
+    """Refuse options that are unknown or would have no effect."""
+    if unknown := set(options) - RequestOptions.__annotations__.keys():
+        raise TypeError(f"unknown option {min(unknown)!r}; known are {', '.join(RequestOptions.__annotations__)}")
+    if method == "GET" and (idle := {"extra_json", "files", "transform"} & options.keys()):
+        raise TypeError(f"a GET has no body: {min(idle)} would have no effect")
+    if options.get("response", "data") not in ("data", "wrapped"):
+        raise ValueError(f'response must be "data" or "wrapped", got {options["response"]!r}')
+    _seconds(options.get("timeout"))
+
+
+def _seconds(timeout: float | Timeout | None) -> float | None:
+    seconds = timeout.read if isinstance(timeout, Timeout) else timeout
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ValueError(f"timeout must be a positive number of seconds, got {seconds!r}")
+    return seconds
+
+
+def _fields(body: Any, options: RequestOptions) -> Any:
+    """The body as plain data, with what the options ask for; text and bytes as they are."""
+    wanted, extra = options.get("transform"), options.get("extra_json")
+    if isinstance(body, str | bytes):
+        if wanted or extra:
+            raise TypeError(f"a body of {type(body).__name__} is sent as it is: give data to transform or extend it")
+        return body
+    fields = transform(body, **(wanted or {}))
+    if not extra:
+        return fields
+    if fields is not None and not isinstance(fields, dict):
+        raise TypeError(f"extra_json extends mappings, and the body is a {type(body).__name__}")
+    return transform({**(fields or {}), **extra})
+
+
+def _body(method: Method, fields: Any, options: RequestOptions) -> codec.Body | None:
+    """The bytes to send; with files, to be made in a thread."""
+    files = options.get("files")
+    if fields is None and not files:
+        return None if method in ("GET", "DELETE") else codec.Body(b"{}")
+    content_type, data = uploads.body_for(fields, files, options.get("headers"))
+    return codec.Body(data, content_type) if content_type else None
 
 
 def _operation(method: Method, path: str) -> Operation:

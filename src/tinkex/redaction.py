@@ -18,7 +18,8 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from tinkex.config import Config
-from tinkex.exchanges import REDACTED, SECRET_HEADERS
+from tinkex.exchanges import REDACTED
+from tinkex.exchanges import is_secret_name as is_secret_name
 from tinkex.types.record import Record, to_builtins
 
 MOST_TEXT = 4_096
@@ -33,12 +34,6 @@ MOST_CHARACTERS = 32_768
 SHORTEST_SECRET = 4
 """A known secret that is shorter is not looked for: it would be found in every other word."""
 CUT = "…"
-
-_SECRET_NAME = re.compile(
-    r"(?:.*-)?(?:api-?keys?|access-keys?(?:-id)?|private-keys?|secrets?|passw(?:or)?ds?|pwd|passphrase|authorization|"
-    r"cookies?|credentials?(?:-cmd)?|tokens?-secret|token|jwt|signature)"
-)
-_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 # A name that says what follows it: in headers, queries, settings, and the printed forms of mappings and of pairs.
 _NAMED = (
@@ -74,17 +69,6 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )  # fmt: skip
 
 
-def is_secret_name(name: str) -> bool:
-    """Whether what goes by this name (of a header, a field, a variable) is a secret.
-
-    Example:
-        >>> is_secret_name("X-Api-Key"), is_secret_name("hfToken"), is_secret_name("max_tokens")
-        (True, True, False)
-    """
-    plain = re.sub(r"[\s_.]+", "-", _CAMEL.sub("-", name.strip())).lower()
-    return plain in SECRET_HEADERS or _SECRET_NAME.fullmatch(plain) is not None
-
-
 def secrets_of(config: Config) -> tuple[str, ...]:
     """The secrets that a configuration knows, in the forms in which they travel."""
     found = {config.api_key, config.cf_access_client_secret, config.credential_cmd}
@@ -109,13 +93,16 @@ class Scrubber:
     def text(self, value: str, most: int = MOST_TEXT, *, end: bool = False) -> str:
         """A text without secrets, of `most` characters at most: the first, or the last where the `end` counts."""
         value = _window(value.encode(errors="replace").decode(), 4 * most, end)
-        if self._known is not None:
-            value = self._known.sub(REDACTED, value)
+        value = self.known(value)
         for pattern, replacement in _PATTERNS:
             value = pattern.sub(replacement, value)
         if len(value) <= most:
             return value
         return CUT + value[1 - most :] if end else value[: most - 1] + CUT
+
+    def known(self, value: str) -> str:
+        """A text as it is, but for the known secrets."""
+        return value if self._known is None else self._known.sub(REDACTED, value)
 
     def data(self, value: Any) -> Any:
         """Data as JSON has it: mappings, lists, text, numbers, true, false and null; anything else is printed."""

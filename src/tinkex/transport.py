@@ -14,11 +14,11 @@ import os
 import platform
 import random
 import time
+import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urldefrag, urlencode, urljoin, urlsplit
@@ -27,7 +27,7 @@ import msgspec
 
 from tinkex import codec, events
 from tinkex._version import __version__
-from tinkex.config import POOL_SIZES, Config, is_address, is_embedded, redact_headers
+from tinkex.config import POOL_SIZES, Config, is_address, is_embedded
 from tinkex.credentials import Token, run_command
 from tinkex.errors import (
     APIConnectionError,
@@ -43,9 +43,10 @@ from tinkex.errors import (
     error_for,
     is_retryable,
 )
+from tinkex.exchanges import redact_headers, redact_url, wait_asked
 from tinkex.limits import BillingPause, BreakerRegistry, ByteBudget
-from tinkex.protocol import AUTH_TOKEN, CLIENT_CONFIG, PREFIX, PROTOCOL_VERSION, Operation, Traffic
-from tinkex.redaction import Scrubber, secrets_of
+from tinkex.protocol import AUTH_TOKEN, BY_NAME, CLIENT_CONFIG, PREFIX, PROTOCOL_VERSION, Operation, Traffic
+from tinkex.redaction import MOST_TRACEBACK, Scrubber, secrets_of
 from tinkex.types.account import AuthTokenResponse
 from tinkex.types.sessions import Empty
 
@@ -60,7 +61,7 @@ CONFLICT_PATIENCE = 2.0
 RESPONSE_BYTES = 52_428_800
 """Bytes of announced results that are fetched at once, until the server says otherwise."""
 CONNECT_SECONDS = 5.0
-LARGE_BODY = 1 << 20
+LARGE_BODY = 1 << 16
 """Bodies from this size on are written piece by piece, so that the loop gets to other things in between."""
 LONGEST_RETRY_AFTER = 60.0
 REJECTED_ATTEMPTS = 16
@@ -91,25 +92,12 @@ class Reply:
     @property
     def retry_after(self) -> float | None:
         """Seconds the server asks to wait, no more than a minute; a date counts from now."""
-        return retry_after(self.headers)
+        return _bounded(wait_asked(self.headers))
 
 
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that `retry-after-ms` or `retry-after` (a number or an HTTP date) ask for, within (0, 60]."""
-    for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
-        text = headers.get(name)
-        if text is None:
-            continue
-        try:
-            seconds = float(text) * scale
-        except ValueError:
-            try:
-                seconds = parsedate_to_datetime(text).timestamp() - time.time()
-            except ValueError:
-                logger.warning("the server sent a %s that cannot be read: %r", name, text[:100])
-                continue
-        return seconds if 0 < seconds <= LONGEST_RETRY_AFTER else None
-    return None
+def _bounded(seconds: float | None) -> float | None:
+    """A wait that is honoured: the waits that are longer than a minute are ours to choose."""
+    return seconds if seconds is not None and 0 < seconds <= LONGEST_RETRY_AFTER else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +107,7 @@ class StreamReply:
     status: int
     headers: Mapping[str, str]
     chunks: AsyncIterator[bytes]
+    url: str = ""
 
 
 class Exchange(Protocol):
@@ -177,7 +166,8 @@ class HttpExchange:
             self._pools[traffic] = pool
         return pool
 
-    def _request(
+    @contextlib.asynccontextmanager
+    async def _request(
         self,
         method: str,
         path: str,
@@ -187,7 +177,7 @@ class HttpExchange:
         traffic: Traffic,
         *,
         streaming: bool = False,
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A request over HTTP/1.1; a whole address may stand in for the path."""
         import aiohttp
         from yarl import URL
@@ -199,18 +189,23 @@ class HttpExchange:
             limits = self._timeouts[timeout, large] = aiohttp.ClientTimeout(
                 total=None if large else timeout, sock_connect=min(CONNECT_SECONDS, timeout), sock_read=timeout
             )
-        if self._proxy_headers and self._base_url.startswith("http:"):  # aiohttp gives them to tunnels alone
+        address = self._base_url + path if path.startswith("/") else path
+        if self._proxy_headers and address.startswith("http:"):  # aiohttp gives them to tunnels alone
             headers = {**headers, **self._proxy_headers}
-        return self._pool(traffic).request(
-            method,
-            URL(self._base_url + path if path.startswith("/") else path, encoded=True),
-            data=body if body is None or len(body) < LARGE_BODY else io.BytesIO(body),
-            headers=headers,
-            timeout=limits,
-            allow_redirects=False,
-            proxy=self._proxy,
-            proxy_headers=self._proxy_headers,
-        )
+        async with asyncio.timeout(None) as deadline:
+            request = self._pool(traffic).request(
+                method,
+                URL(address, encoded=True),
+                data=body if body is None or len(body) < LARGE_BODY else _Upload(body, deadline, timeout),
+                headers=headers,
+                timeout=limits,
+                allow_redirects=False,
+                proxy=self._proxy,
+                proxy_headers=self._proxy_headers,
+            )
+            async with request as response:
+                deadline.reschedule(None)  # from here on the HTTP library listens for silence
+                yield response
 
     async def send(
         self,
@@ -241,7 +236,8 @@ class HttpExchange:
         """Send over HTTP/1.1 and hand the answer's bytes on as they come."""
         async with contextlib.AsyncExitStack() as stack:
             with _plain_errors(timeout):
-                response = await stack.enter_async_context(self._request(method, path, headers, body, timeout, traffic))
+                request = self._request(method, path, headers, body, timeout, traffic, streaming=True)
+                response = await stack.enter_async_context(request)
 
             async def chunks() -> AsyncIterator[bytes]:
                 with _plain_errors(timeout):
@@ -254,6 +250,23 @@ class HttpExchange:
         """Close the pools."""
         for pool in self._pools.values():
             await pool.close()
+
+
+class _Upload(io.BytesIO):
+    """A large body, read piece by piece while it is written; a peer that stops taking it is noticed.
+
+    The HTTP library listens for silence only once all is written. After the last piece it has as much time again.
+    """
+
+    def __init__(self, body: bytes, deadline: asyncio.Timeout, seconds: float) -> None:
+        super().__init__(body)
+        self._size, self._deadline, self._seconds = len(body), deadline, seconds
+
+    def read(self, size: int | None = -1) -> bytes:
+        piece = super().read(size)
+        pieces = 1 if self.tell() < self._size else 2
+        self._deadline.reschedule(asyncio.get_running_loop().time() + pieces * self._seconds)
+        return piece
 
 
 def _lower(headers: Mapping[str, str]) -> dict[str, str]:
@@ -313,13 +326,14 @@ class Transport:
             "User-Agent": config.user_agent or f"tinkex/{__version__} (python)",
             "Accept": codec.JSON,
             **_platform_headers(),
-            **config.default_headers,
         }
         if config.cf_access_client_id and config.cf_access_client_secret:
             self._headers["CF-Access-Client-Id"] = config.cf_access_client_id
             self._headers["CF-Access-Client-Secret"] = config.cf_access_client_secret
         self._credential = config.api_key
         self._token: Token | None = None
+        self._scrubber = Scrubber(secrets_of(config))
+        self._keys = {config.api_key} if config.api_key else set()
         self.breakers = BreakerRegistry() if config.circuit_breaker else None
 
     async def close(self) -> None:
@@ -344,21 +358,20 @@ class Transport:
     async def _key_headers(self, op: Operation) -> dict[str, str]:
         """The credential of a request: the token, where tokens are used, except to get one."""
         if self._token is not None and op not in (AUTH_TOKEN, CLIENT_CONFIG):
-            return {"X-API-Key": await self._token.value()}
-        if self._credential is None and self.config.credential_cmd:
-            self._credential = await run_command(self.config.credential_cmd)
-        return {"X-API-Key": self._credential} if self._credential else {}
+            key: str | None = await self._token.value()
+        elif self._credential is None and self.config.credential_cmd:
+            key = self._credential = await run_command(self.config.credential_cmd)
+        else:
+            key = self._credential
+        if key is not None and key not in self._keys:  # it is no setting, but no less a secret
+            self._keys = {known for known in (self._credential, key) if known}
+            self._scrubber = Scrubber((*secrets_of(self.config), *self._keys))
+        return {"X-API-Key": key} if key else {}
 
     async def _all_headers(self, op: Operation, timeout: float, *more: Mapping[str, str]) -> dict[str, str]:
-        """Headers of a request, the later the stronger; names are told apart without regard to case."""
-        merged = {**self._headers, **await self._key_headers(op), "X-Stainless-Read-Timeout": f"{timeout:g}"}
-        known = {name.lower(): name for name in merged} if more else {}
-        for headers in more:
-            for name, value in headers.items():
-                merged.pop(known.get(name.lower(), ""), None)
-                known[name.lower()] = name
-                merged[name] = value
-        return merged
+        """Headers of a request, the later the stronger: ours, the configured ones, those of the request."""
+        own = {**self._headers, **await self._key_headers(op), "X-Stainless-Read-Timeout": f"{timeout:g}"}
+        return _merged(own, self.config.default_headers, *more)
 
     # ── whole calls ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -436,7 +449,7 @@ class Transport:
             return await (self.breakers.get(f"{op.method} {op.path}").call(sending) if self.breakers else sending())
 
         started = time.monotonic()
-        with self._observed(op, metadata) as outcome:
+        with self._observed(op, metadata, url) as outcome:
             reply = await self.persist(
                 op,
                 attempt,
@@ -445,8 +458,8 @@ class Transport:
                 self.config.max_retries if max_retries is None else max_retries,
             )
             outcome["retry_count"] = retries
-        _heed_deprecation(op, reply.headers)
-        return replace(reply, url=self._home + url, elapsed=time.monotonic() - started, retries=retries)
+        self._heed_deprecation(op, reply.headers)
+        return replace(reply, elapsed=time.monotonic() - started, retries=retries)
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -462,23 +475,46 @@ class Transport:
         limit = self.config.timeout if timeout is None else timeout
         body = None if request is None else await _encode(request, False, True)
         wants = {"Accept": codec.EVENT_STREAM}
-        merged = await self._all_headers(op, limit, _body_headers(op, body), headers or {}, wants)
+        merged = await self._all_headers(op, limit, _body_headers(op, body), wants, headers or {})
         url = url or target(op, None, self.config.default_query)
         self._check_usable(op)
-        data = body.data if body else None
-        with self._typed_errors(op, self.place), self._observed(op, None):
-            async with self._exchange.stream(op.method, url, self._traced(merged), data, limit, op.traffic) as reply:
+        data, address = body.data if body else None, self._home + url
+        self._dump(op, address, merged, data)
+        with self._observed(op, None, url):
+            async with contextlib.AsyncExitStack() as stack:
+                with self._typed_errors(op, self.place, address):
+                    reply = await stack.enter_async_context(
+                        self._exchange.stream(op.method, url, self._traced(merged), data, limit, op.traffic)
+                    )
+                source = self._typed_chunks(op, address, reply.chunks)
+                chunks = await stack.enter_async_context(contextlib.aclosing(source))
                 if reply.status >= 300:
-                    text = b"".join([chunk async for chunk in reply.chunks])
-                    raise self.refusal(op, Reply(reply.status, reply.headers, text))
-                yield reply
+                    text = await _beginning(chunks)
+                    raise self.refusal(op, Reply(reply.status, reply.headers, text, address))
+                yield replace(reply, chunks=chunks, url=address)
+
+    async def _typed_chunks(self, op: Operation, address: str, chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+        """The bytes of an answer. Only what goes wrong on the way is ours: what a reader raises is the reader's."""
+        try:
+            while True:
+                with self._typed_errors(op, self.place, address):
+                    chunk = await anext(chunks, None)
+                if chunk is None:
+                    return
+                yield chunk
+        finally:
+            if (close := getattr(chunks, "aclose", None)) is not None:
+                await close()
 
     async def poll(self, op: Operation, request: Any, headers: Mapping[str, str], timeout: float) -> Reply:
         """One attempt at a long poll, with all statuses returned: the caller knows what they mean."""
         body = codec.encode(request)
-        merged = {**self._headers, **await self._key_headers(op), **body.headers, **headers}
-        with self._observed(op, None):
-            return await self.exchange(op, f"{PREFIX}/{op.path}", merged, body.data, timeout)
+        merged = await self._all_headers(op, timeout, body.headers, headers)
+        with self._observed(op, None) as outcome:
+            reply = await self.exchange(op, target(op, None, self.config.default_query), merged, body.data, timeout)
+            # 408 is how a server says that there is nothing yet, after a while of waiting
+            outcome["result"] = "ok" if reply.status < 300 or reply.status == 408 else "error"
+            return reply
 
     async def once(
         self,
@@ -491,8 +527,10 @@ class Transport:
         """One attempt at a request without a body, with all statuses returned: the caller knows what they mean."""
         limit = self.config.timeout if timeout is None else timeout
         merged = await self._all_headers(op, limit, headers or {})
-        with self._observed(op, None):
-            return await self.exchange(op, target(op, path), merged, None, limit)
+        with self._observed(op, None) as outcome:
+            reply = await self.exchange(op, target(op, path, self.config.default_query), merged, None, limit)
+            outcome["result"] = "ok" if reply.status < 400 else "error"
+            return reply
 
     # ── single attempts ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -532,7 +570,7 @@ class Transport:
             if found is None:
                 break
             if _origin(found) != _origin(address):
-                headers = {name: headers[name] for name in ("User-Agent", "Accept") if name in headers}
+                headers = {name: value for name, value in headers.items() if name.lower() in ("user-agent", "accept")}
             address, place = found, urlsplit(found).hostname or ""
             reply = await self.exchange(op, address, headers, None, timeout)
         return reply, place
@@ -543,19 +581,26 @@ class Transport:
         """One attempt: whatever reply comes, or APIConnectionError when none does."""
         self._check_usable(op)
         exchange, place = self._exchange, self.place
+        address = self._home + url if url.startswith("/") else url
         if not url.startswith("/"):
             if _origin(url) == _origin(self._home):
                 url = url.removeprefix("http://local") if is_embedded(self.config.base_url) else url
             else:
                 exchange, place = self._abroad(), urlsplit(url).hostname or ""
-        if self.config.dump_headers:
-            shown = redact_headers(headers)
-            logger.info("%s %s%s headers=%s body=%d bytes", op.method, place, url, shown, len(body or b""))
+        self._dump(op, address, headers, body)
         if exchange is self._exchange:
             headers = self._traced(headers)
-        with self._typed_errors(op, place):
-            return await exchange.send(op.method, url, headers, body, timeout, op.traffic)
-        raise AssertionError("unreachable")
+        started = time.monotonic()
+        with self._typed_errors(op, place, address):
+            reply = await exchange.send(op.method, url, headers, body, timeout, op.traffic)
+        return replace(reply, url=address, elapsed=time.monotonic() - started)
+
+    def _dump(self, op: Operation, address: str, headers: Mapping[str, str], body: bytes | None) -> None:
+        """Log an attempt, where that is wanted."""
+        if self.config.dump_headers:
+            shown = {name: self._scrubber.text(value) for name, value in redact_headers(headers).items()}
+            place = self._scrubber.known(redact_url(address))
+            logger.info("%s %s headers=%s body=%d bytes", op.method, place, shown, len(body or b""))
 
     def _traced(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         """Headers that say which trace a request belongs to, where that is wanted."""
@@ -575,32 +620,32 @@ class Transport:
             raise TinkerError(f"{op.name}: the client was closed before there was an answer")
 
     @contextlib.contextmanager
-    def _typed_errors(self, op: Operation, place: str) -> Iterator[None]:
+    def _typed_errors(self, op: Operation, place: str, address: str) -> Iterator[None]:
         try:
             yield
         except TinkerError:
             raise
         except TimeoutError as error:
-            raise APITimeoutError(
-                f"{op.name} at {place}: {error}", request=Request(op.method, f"{self._home}{PREFIX}/{op.path}")
-            ) from error
+            raise APITimeoutError(f"{op.name} at {place}: {error}", request=self._sent(op, address)) from error
         except ConnectionError as error:
             raise APIConnectionError(
-                f"{op.name}: cannot reach {place}: {error}",
-                request=Request(op.method, f"{self._home}{PREFIX}/{op.path}"),
+                self._scrubber.text(f"{op.name}: cannot reach {place}: {error}"),
+                request=self._sent(op, address),
                 hint="check the base URL, and that the server is running",
             ) from error
 
     @contextlib.contextmanager
-    def _observed(self, op: Operation, metadata: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """Tell whoever listens that a request is made, and how it went."""
+    def _observed(
+        self, op: Operation, metadata: Mapping[str, Any] | None, url: str | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Tell whoever listens that a request is made, and how it went; the block may say so in the outcome."""
         outcome: dict[str, Any] = {}
         if not events.is_heard():
             yield outcome
             return
         facts = {
             "method": op.method,
-            "path": f"{PREFIX}/{op.path}",
+            "path": f"{PREFIX}/{op.path}" if op.name in BY_NAME or not url else url.partition("?")[0],
             "pool_type": op.traffic,
             "base_url": self.config.base_url,
             **self.facts,
@@ -615,17 +660,23 @@ class Transport:
             facts |= {"result": "error", "retry_count": error.attempts - 1}
             events.emit(events.HTTP_STOP, {"duration": _milliseconds(started)}, facts)
             raise
+        except (asyncio.CancelledError, GeneratorExit):  # whoever asked has gone: no failure, but an end
+            facts |= {"result": "cancelled", "retry_count": outcome.get("retry_count", 0)}
+            events.emit(events.HTTP_STOP, {"duration": _milliseconds(started)}, facts)
+            raise
         except Exception as error:
-            facts |= {"kind": type(error).__name__, "reason": str(error)}
+            lines = self._scrubber.text(traceback.format_exc(), MOST_TRACEBACK, end=True)
+            facts |= {"kind": type(error).__name__, "reason": self._scrubber.text(str(error)), "stacktrace": lines}
             events.emit(events.HTTP_EXCEPTION, {"duration": _milliseconds(started)}, facts)
             raise
-        facts |= {"result": "ok", "retry_count": outcome.get("retry_count", 0)}
+        facts = {**facts, "result": "ok", "retry_count": 0, **outcome}
         events.emit(events.HTTP_STOP, {"duration": _milliseconds(started)}, facts)
 
     def _abroad(self) -> HttpExchange:
         """The exchange for addresses that the server sends us on to."""
         if self._outside is None:
-            self._outside = HttpExchange("")
+            config = self.config
+            self._outside = HttpExchange("", config.proxy_url, config.proxy_authorization, config.pool_sizes)
         return self._outside
 
     async def persist(
@@ -638,12 +689,21 @@ class Transport:
     ) -> Reply:
         """The retry policy: exponential with jitter, the server's Retry-After honoured, bounded by time.
 
-        An account that must be topped up is waited for much longer, and counts for nothing.
+        An account that must be topped up is waited for much longer, and counts for nothing. A good answer that the
+        server wants asked for again (`x-should-retry: true`) is the answer when there has been enough of that.
         """
         started, number = time.monotonic(), 0
         while True:
             try:
-                return await attempt(number)
+                reply = await attempt(number)
+                if not _should_retry(reply.headers):
+                    return reply
+                number += 1
+                delay = backoff(number, reply.retry_after)
+                spent = max_retries is not None and number > max_retries
+                if spent or time.monotonic() - started + delay > patience:
+                    return reply
+                await asyncio.sleep(delay)
             except BillingError as error:
                 if 402 in final or patience <= 0 or not await self.billing.waited(error):
                     raise
@@ -672,39 +732,58 @@ class Transport:
         try:
             return codec.decode(kind, reply.body or b"{}", reply.content_type or codec.JSON)
         except ValueError as error:
-            raise APIResponseValidationError(
-                f"{op.name} at {self.place}: the answer is not a {kind.__name__}: {error}",
-                body=reply.body,
-                response=self._response(op, reply),
-            ) from error
+            raise self.misread(op, reply, f"the answer is not a {kind.__name__}: {error}") from error
+
+    def misread(self, op: Operation, reply: Reply, problem: str) -> APIResponseValidationError:
+        """The error behind a good status with a body that cannot be read."""
+        response = self._response(op, reply)
+        message = self._scrubber.text(f"{op.name} at {self.place}: {problem}")
+        return APIResponseValidationError(message, body=response.content, response=response)
 
     def refusal(self, op: Operation, reply: Reply, place: str = "") -> APIError:
-        """The error behind a bad status."""
+        """The error behind a bad status. Secrets that the server may have been told and repeats are left out."""
         where = f"{op.name} at {place or self.place}"
         response = self._response(op, reply)
+        error: APIError
         if reply.status == 400 and not reply.body:
-            return RejectedError(
-                f"{where}: 400 without a word: a proxy on the way rejected it, not the server", request=response.request
+            error = RejectedError(
+                f"{where}: 400 without a word: a proxy on the way rejected it, not the server",
+                request=response.request,
+                response=response,
             )
-        body = _loads(reply.body)
-        error = error_for(reply.status)(
-            f"{where}: {reply.status}: {self._scrubbed(describe_body(body))}",
-            response,
-            body,
-            status_code=reply.status,
-            retry_after=reply.retry_after,
-        )
-        error.should_retry = {"true": True, "false": False}.get(reply.headers.get("x-should-retry", "").lower())
+        else:
+            body = _loads(self._without_secrets(reply.body))
+            error = error_for(reply.status)(
+                f"{where}: {reply.status}: {self._scrubber.text(describe_body(body))}",
+                response,
+                body,
+                status_code=reply.status,
+                retry_after=reply.retry_after,
+            )
+            error.retry_after = _bounded(error.retry_after)
+            if (text := reply.headers.get("retry-after")) is not None and wait_asked({"retry-after": text}) is None:
+                logger.warning("%s: a retry-after that cannot be read: %r", where, self._scrubber.text(text, 100))
+        error.should_retry = _should_retry(reply.headers)
         return error
 
-    def _scrubbed(self, text: str) -> str:
-        """What a server says, without the secrets that it may have been told."""
-        return Scrubber(secrets_of(self.config)).text(text)
+    def _heed_deprecation(self, op: Operation, headers: Mapping[str, str]) -> None:
+        if note := headers.get("x-deprecation-note"):
+            level = logging.ERROR if headers.get("x-deprecation-level") == "error" else logging.WARNING
+            logger.log(level, "%s: %s", op.name, self._scrubber.text(note))
+
+    def _without_secrets(self, data: bytes) -> bytes:
+        """Bytes as they are, but for the secrets that we know."""
+        return self._scrubber.known(data.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+
+    def _sent(self, op: Operation, address: str) -> Request:
+        """A request as an error keeps it."""
+        return Request(op.method, self._scrubber.known(address))
 
     def _response(self, op: Operation, reply: Reply) -> Response:
         """An answer as an error keeps it."""
-        request = Request(op.method, reply.url or f"{self._home}{PREFIX}/{op.path}")
-        return Response(reply.status, reply.headers, reply.body[:KEPT_BYTES], request, reply.elapsed)
+        headers = {name: self._scrubber.known(value) for name, value in reply.headers.items()}
+        content = self._without_secrets(reply.body[:KEPT_BYTES])
+        return Response(reply.status, headers, content, self._sent(op, reply.url or self._home), reply.elapsed)
 
 
 class RejectedError(APIConnectionError):
@@ -727,6 +806,17 @@ def _platform_headers() -> dict[str, str]:
     }
 
 
+def _merged(first: dict[str, str], *more: Mapping[str, str]) -> dict[str, str]:
+    """Headers together, the later the stronger; names are told apart without regard to case."""
+    known = {name.lower(): name for name in first}
+    for headers in more:
+        for name, value in headers.items():
+            first.pop(known.get(name.lower(), ""), None)
+            known[name.lower()] = name
+            first[name] = value
+    return first
+
+
 def _milliseconds(since: float) -> float:
     return (time.monotonic() - since) * 1000
 
@@ -738,10 +828,9 @@ def _body_headers(op: Operation, body: codec.Body | None) -> dict[str, str]:
     return {**content, "X-Idempotency-Key": f"tinkex-{uuid.uuid4()}"}
 
 
-def _heed_deprecation(op: Operation, headers: Mapping[str, str]) -> None:
-    if note := headers.get("x-deprecation-note"):
-        level = logging.ERROR if headers.get("x-deprecation-level") == "error" else logging.WARNING
-        logger.log(level, "%s: %s", op.name, note)
+def _should_retry(headers: Mapping[str, str]) -> bool | None:
+    """What the server says about sending a request again; None when it leaves that to us."""
+    return {"true": True, "false": False}.get(headers.get("x-should-retry", "").strip().lower())
 
 
 def target(op: Operation, path: Mapping[str, str] | None = None, query: Mapping[str, object] | None = None) -> str:
@@ -781,6 +870,16 @@ def backoff(failures: int, retry_after: float | None = None, first: float = 0.5,
     """Seconds to wait after the n-th failure in a row."""
     delay: float = min(first * 2 ** (failures - 1), most) * random.uniform(0.75, 1.0)
     return max(delay, retry_after) if retry_after and retry_after <= LONGEST_RETRY_AFTER else delay
+
+
+async def _beginning(chunks: AsyncIterator[bytes]) -> bytes:
+    """As much of an answer as an error keeps; the rest, which may never end, is not waited for."""
+    data = b""
+    async for chunk in chunks:
+        data += chunk
+        if len(data) >= KEPT_BYTES:
+            break
+    return data
 
 
 async def _encode(request: Any, compress: bool, as_protobuf: bool) -> codec.Body:
