@@ -25,6 +25,8 @@ logger = logging.getLogger("tinkex")
 
 INLINE_BYTES = 4 << 20
 """How much of results one answer may bring along; what is larger is fetched by itself."""
+GATHER_SECONDS = 0.005
+"""Polls that bring something are so far apart at least: what ends together comes together, also within a process."""
 REST_SECONDS = 5.0
 """After a poll that failed, results are polled for one by one for so long."""
 DOUBT_SECONDS = 60.0
@@ -100,6 +102,7 @@ class BatchPoller:
     def forget(self, request_id: str) -> None:
         """Note that nobody waits for an operation any more; the last one to leave ends the poll."""
         self._waiting.pop(request_id, None)
+        self._in_doubt.discard(request_id)
         if not self._waiting and self._task is not None:
             self._task.cancel()
             self._task = None
@@ -149,8 +152,11 @@ class BatchPoller:
             self._settle(completion.request_id, results.get(completion.request_id))
         if time.monotonic() - self._doubted >= DOUBT_SECONDS:
             self._doubt(DOUBTED)
-        if is_news or time.monotonic() - sent >= HELD:
+        spent = time.monotonic() - sent
+        if is_news or spent >= HELD:
             self._empty_polls = 0
+            if self._waiting and spent < GATHER_SECONDS:  # where one ends at once, others are about to
+                await asyncio.sleep(GATHER_SECONDS - spent)
         else:  # a server that does not hold polls must not be asked in a hot loop
             self._empty_polls += 1
             await asyncio.sleep(backoff(self._empty_polls, first=0.05, most=1.0))

@@ -321,23 +321,25 @@ class SamplingClient:
         notice: QueueNotice,
     ) -> SampleResponse:
         """A result that the batched poll brings along, or one that it leaves to be polled for by itself."""
+        transport = self._session.transport
+        response: SampleResponse
         try:
             reply = await outcome
+            if reply is None:
+                asked = time.monotonic()
+                try:
+                    response = await self._session.result(receipt, notice=notice)
+                except TinkerError:
+                    poller.fetched(request_id, time.monotonic() - asked)
+                    raise
+                poller.fetched(request_id, time.monotonic() - asked)
+            elif len(reply.body) > OFF_LOOP_BYTES:
+                response = await asyncio.to_thread(read_result, transport, protocol.ASAMPLE, reply, request_id)
+            else:
+                response = read_result(transport, protocol.ASAMPLE, reply, request_id)
         except asyncio.CancelledError:
             poller.forget(request_id)
             raise
-        transport = self._session.transport
-        response: SampleResponse
-        if reply is None:
-            asked = time.monotonic()
-            try:
-                response = await self._session.result(receipt, notice=notice)
-            finally:
-                poller.fetched(request_id, time.monotonic() - asked)
-        elif len(reply.body) > OFF_LOOP_BYTES:
-            response = await asyncio.to_thread(read_result, transport, protocol.ASAMPLE, reply, request_id)
-        else:
-            response = read_result(transport, protocol.ASAMPLE, reply, request_id)
         return response
 
     def _batches(self) -> BatchPoller | None:
