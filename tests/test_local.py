@@ -126,7 +126,7 @@ def test_two_backends_are_two(tmp_path: Path) -> None:
     ):
         assert one.base_url != other.base_url
         path = service.create_lora_training_client("fake").save_state("a").result(10).path
-        with pytest.raises(tinkex.NotFoundError, match="no checkpoint"):
+        with pytest.raises(tinkex.RequestFailedError, match="no checkpoint"):
             stranger.create_training_client_from_state(path)
 
 

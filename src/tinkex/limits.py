@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
@@ -40,14 +41,19 @@ class ByteBudget:
     @contextlib.asynccontextmanager
     async def taken(self, size: int) -> AsyncIterator[None]:
         """Hold so many bytes for as long as the block runs."""
-        await self._take(size)
+        await self.take(size)
         try:
             yield
         finally:
-            self.left += size
-            self._wake()
+            self.give_back(size)
 
-    async def _take(self, size: int) -> None:
+    def give_back(self, size: int) -> None:
+        """Let others have what was taken."""
+        self.left += size
+        self._wake()
+
+    async def take(self, size: int) -> None:
+        """Take so many bytes, to be given back."""
         if self.left >= 0 and not self._waiting:
             self.left -= size
             return
@@ -57,8 +63,7 @@ class ByteBudget:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # it was our turn just as we gave up: pass it on
-                self.left += size
-                self._wake()
+                self.give_back(size)
             raise
 
     def _wake(self) -> None:
@@ -105,21 +110,59 @@ class DispatchGate:
         self._few = asyncio.Semaphore(THROTTLED_DISPATCHES)
         self._bytes = ByteBudget(byte_budget)
 
-    @contextlib.asynccontextmanager
-    async def passed(self, size: int) -> AsyncIterator[None]:
-        """Be let through with a prompt of this many bytes, once the shared pause is over."""
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self._all)
-            throttled = self.backoff.recently
+    def passed(self, size: int) -> _Pass:
+        """Around the submission of a prompt of this many bytes, which waits until the shared pause is over."""
+        return _Pass(self, size)
+
+    async def enter(self, size: int) -> tuple[bool, int]:
+        """Be let through; what was taken goes back with `leave`."""
+        await self._all.acquire()
+        throttled = self.backoff.recently
+        try:
             if throttled:
-                await stack.enter_async_context(self._few)
-            await stack.enter_async_context(self._bytes.taken(size * THROTTLED_WEIGHT if throttled else size))
-            await self.backoff.wait()
-            yield
+                await self._few.acquire()
+            try:
+                taken = size * THROTTLED_WEIGHT if throttled else size
+                await self._bytes.take(taken)
+                try:
+                    await self.backoff.wait()
+                except BaseException:
+                    self._bytes.give_back(taken)
+                    raise
+            except BaseException:
+                if throttled:
+                    self._few.release()
+                raise
+        except BaseException:
+            self._all.release()
+            raise
+        return throttled, taken
+
+    def leave(self, throttled: bool, taken: int) -> None:
+        """Give back what was taken."""
+        self._bytes.give_back(taken)
+        if throttled:
+            self._few.release()
+        self._all.release()
 
     def refused(self, size: int, retry_after: float | None) -> None:
         """Note back-pressure: everyone pauses for the longer of what the prompt's size and the server ask for."""
         self.backoff.pause(max(1.0 if size <= SMALL_PROMPT_BYTES else 5.0, retry_after or 0.0))
+
+
+class _Pass:
+    """Inside a gate; plain methods, for every sample goes through here."""
+
+    __slots__ = ("_gate", "_held", "_size")
+
+    def __init__(self, gate: DispatchGate, size: int) -> None:
+        self._gate, self._size = gate, size
+
+    async def __aenter__(self) -> None:
+        self._held = await self._gate.enter(self._size)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._gate.leave(*self._held)
 
 
 _gates: dict[Hashable, DispatchGate] = {}
@@ -214,13 +257,15 @@ class CircuitBreaker:
     failures: int = 0
     _opened: float | None = field(default=None, repr=False)
     _probes: int = field(default=0, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @property
     def state(self) -> BreakerState:
         """Whether calls pass (closed), do not (open), or a few do on trial (half_open)."""
-        if self._opened is None:
+        opened = self._opened
+        if opened is None:
             return "closed"
-        return "half_open" if self.clock() - self._opened >= self.reset_seconds else "open"
+        return "half_open" if self.clock() - opened >= self.reset_seconds else "open"
 
     def allows(self) -> bool:
         """Whether a call would be let through now."""
@@ -229,42 +274,52 @@ class CircuitBreaker:
 
     def succeed(self) -> None:
         """Note a success; while open it tells nothing new."""
-        if self.state != "open":
-            self.reset()
+        with self._lock:
+            if self.state != "open":
+                self.reset()
 
     def fail(self) -> None:
         """Note a failure."""
-        if self.state == "half_open":
-            self._opened, self._probes = self.clock(), 0
-        elif self._opened is None:
-            self.failures += 1
-            if self.failures >= self.failure_threshold:
-                self._opened = self.clock()
+        with self._lock:
+            if self.state == "half_open":
+                self._opened, self._probes = self.clock(), 0
+            elif self._opened is None:
+                self.failures += 1
+                if self.failures >= self.failure_threshold:
+                    self._opened = self.clock()
 
     def reset(self) -> None:
         """Close it and forget the failures."""
-        self.failures, self._opened, self._probes = 0, None, 0
+        with self._lock:
+            self.failures, self._opened, self._probes = 0, None, 0
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call through the breaker; CircuitOpenError when it does not let calls through."""
-        if not self.allows():
-            left = max(0.0, self.reset_seconds - (self.clock() - (self._opened or 0.0)))
-            raise CircuitOpenError(
-                f"the circuit breaker {self.name!r} is open after {self.failures} failures in a row",
-                hint=f"the next attempt is let through in {left:.0f} s",
-            )
-        probing = self.state == "half_open"
-        self._probes += probing
+        probing = self._enter()
         try:
             result = await function()
         except asyncio.CancelledError:
-            self._probes -= probing and self._probes > 0
+            with self._lock:
+                self._probes -= probing and self._probes > 0
             raise
         except Exception as error:
             self.succeed() if _is_answer(error) else self.fail()
             raise
         self.succeed()
         return result
+
+    def _enter(self) -> bool:
+        """Be let through, and hold one of the places for probes if it is one."""
+        with self._lock:
+            if not self.allows():
+                left = max(0.0, self.reset_seconds - (self.clock() - (self._opened or 0.0)))
+                raise CircuitOpenError(
+                    f"the circuit breaker {self.name!r} is open after {self.failures} failures in a row",
+                    hint=f"the next attempt is let through in {left:.0f} s",
+                )
+            probing = self.state == "half_open"
+            self._probes += probing
+            return probing
 
 
 def _is_answer(error: Exception) -> bool:
@@ -273,7 +328,7 @@ def _is_answer(error: Exception) -> bool:
 
 
 class BreakerRegistry:
-    """Breakers by name, made with the same settings when first asked for."""
+    """Breakers by name, made with the same settings when first asked for; for all threads."""
 
     def __init__(self, **settings: float) -> None:
         self._settings = settings
@@ -281,18 +336,20 @@ class BreakerRegistry:
 
     def get(self, name: str) -> CircuitBreaker:
         """The breaker of a name."""
-        if name not in self._breakers:
-            self._breakers[name] = CircuitBreaker(name, **self._settings)  # type: ignore[arg-type]
-        return self._breakers[name]
+        found = self._breakers.get(name)
+        if found is None:
+            made = CircuitBreaker(name, **self._settings)  # type: ignore[arg-type]
+            found = self._breakers.setdefault(name, made)  # another thread may have been quicker
+        return found
 
     def states(self) -> dict[str, BreakerState]:
         """The state of every breaker."""
-        return {name: breaker.state for name, breaker in self._breakers.items()}
+        return {name: breaker.state for name, breaker in list(self._breakers.items())}
 
     def reset(self, name: str) -> None:
         """Close a breaker; an unknown name is fine."""
-        if name in self._breakers:
-            self._breakers[name].reset()
+        if (breaker := self._breakers.get(name)) is not None:
+            breaker.reset()
 
     def delete(self, name: str) -> None:
         """Forget a breaker; an unknown name is fine."""

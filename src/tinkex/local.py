@@ -285,6 +285,8 @@ class LocalBackend:
 
     async def exchange(self) -> AsgiExchange:
         """The running application, started by whoever asks first."""
+        if self._exchange is not None:
+            return self._exchange
         async with self._opening:
             if self._closed:
                 raise ConfigurationError(f"the embedded backend {self.base_url!r} is closed")

@@ -1,17 +1,21 @@
-"""One poll for all samples of a client: it asks which have ended, and the results of many come in one answer."""
+"""One poll for all samples of a client: it asks which have ended, and the results of many come in one answer.
+
+It is a convenience, and nothing depends on it alone. A sample that it cannot speak for is polled for by itself: when a
+poll fails, when a result is too large to come along, and when a sample has waited so long that the server may have
+forgotten about it (one that was restarted before its first word looks like one with nothing to say).
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 import time
-import weakref
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tinkex import codec
-from tinkex.errors import TinkerError
-from tinkex.futures import POLL_TIMEOUT
+from tinkex.errors import GoneError, TinkerError
+from tinkex.futures import HELD, POLL_TIMEOUT
 from tinkex.protocol import RETRIEVE_FUTURES
 from tinkex.runtime import runtime
 from tinkex.transport import OFF_LOOP_BYTES, Reply, Transport, backoff
@@ -21,15 +25,28 @@ logger = logging.getLogger("tinkex")
 
 INLINE_BYTES = 4 << 20
 """How much of results one answer may bring along; what is larger is fetched by itself."""
-HURRIED = 0.02
-"""A poll that comes back empty sooner than this is not repeated at once."""
+GATHER_SECONDS = 0.005
+"""Polls that bring something are so far apart at least: what ends together comes together, also within a process."""
+REST_SECONDS = 5.0
+"""After a poll that failed, results are polled for one by one for so long."""
+DOUBT_SECONDS = 60.0
+"""A sample that has waited for so long may be asked for by itself."""
+DOUBTED = 16
+"""How many samples are, in each such time; if the poll missed one of them, all that have waited as long are."""
+NO_ENDPOINT = frozenset({404, 405, 501})
+
+
+@dataclass(slots=True)
+class _Waiter:
+    future: asyncio.Future[Reply | None]
+    since: float
 
 
 class BatchPoller:
-    """Waits for the samples of one client together.
+    """Waits for the samples of one client together, while any is waited for; on the runtime's loop only.
 
-    `await poller.outcome(request_id)` gives the reply that holds a result, or None when it has to be fetched by
-    itself: it is too large, the server brings none along, or the poll failed. It polls only while somebody waits.
+    A submission is a block: `begin()`, then `outcome(request_id)` when the receipt is there, then `end(…)`. What the
+    outcome's future gives is the reply that holds the result, or None when it has to be fetched by itself.
     """
 
     def __init__(self, transport: Transport, sampling_session_id: str, clone: int, *, inline: bool) -> None:
@@ -37,44 +54,84 @@ class BatchPoller:
         self._target = SamplingSessionFuturesTarget(sampling_session_id=sampling_session_id, cloned_sampler_id=clone)
         self._inline = inline
         self._cursor = 0
-        self._waiting: dict[str, asyncio.Future[Reply | None]] = {}
-        self._ended: dict[str, Reply | None] = {}
-        """Outcomes that came before their receipts did."""
-        self._submitting = 0
+        self._waiting: dict[str, _Waiter] = {}
+        """By request; the one that has waited longest comes first."""
+        self._submissions = 0
+        self._open: dict[int, None] = {}
+        """The numbers of submissions whose receipts are not there yet; the oldest comes first."""
+        self._early: dict[str, tuple[int, Reply | None]] = {}
+        """Outcomes that nobody waits for yet, each with the number of the latest submission that it may belong to."""
         self._fetched: list[str] = []
+        self._empty_polls = 0
+        self._rests_until = self._doubted = float("-inf")
+        self._in_doubt: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self.is_usable = True
+        """False once the server has said that it knows no such poll."""
 
-    @contextlib.contextmanager
-    def submitting(self) -> Iterator[None]:
-        """Around a submission and the call of `outcome` for it: what ends in between is kept for it."""
-        self._submitting += 1
-        try:
-            yield
-        finally:
-            self._submitting -= 1
-            if not self._submitting:
-                self._ended.clear()  # nobody is left who could ask for these
+    # ── submissions ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> int:
+        """Note that a request is being submitted: its end may be told before its receipt comes."""
+        self._submissions += 1
+        self._open[self._submissions] = None
+        return self._submissions
+
+    def end(self, submission: int) -> None:
+        """Note that a submission is over; outcomes that only it or older ones could have asked for are dropped."""
+        del self._open[submission]
+        if self._early:
+            oldest = next(iter(self._open), self._submissions + 1)
+            while self._early and self._early[first := next(iter(self._early))][0] < oldest:
+                del self._early[first]
 
     def outcome(self, request_id: str) -> asyncio.Future[Reply | None]:
-        """Wait for an operation to end."""
+        """Wait for an operation to end; whoever gives up calls `forget`."""
         future: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
-        if request_id in self._ended:
-            future.set_result(self._ended.pop(request_id))
-        elif not self.is_usable:
+        now = time.monotonic()
+        if request_id in self._early:
+            future.set_result(self._early.pop(request_id)[1])
+        elif not self.is_usable or now < self._rests_until:
             future.set_result(None)
         else:
-            self._waiting[request_id] = future
+            self._waiting[request_id] = _Waiter(future, now)
             if self._task is None:
-                self._task = runtime().task(_run(weakref.ref(self)))
+                self._task = runtime().task(self._run())
         return future
 
-    async def turn(self) -> bool:
-        """One poll; False when nobody waits any more."""
-        self._waiting = {name: future for name, future in self._waiting.items() if not future.done()}
-        if not self._waiting:
+    def forget(self, request_id: str) -> None:
+        """Note that nobody waits for an operation any more; the last one to leave ends the poll."""
+        self._waiting.pop(request_id, None)
+        self._in_doubt.discard(request_id)
+        if not self._waiting and self._task is not None:
+            self._task.cancel()
             self._task = None
-            return False
+
+    def fetched(self, request_id: str, seconds: float) -> None:
+        """Note that a result was asked for by itself, so that the server can forget it, and how long that took."""
+        if self.is_usable:
+            self._fetched.append(request_id)
+        if request_id in self._in_doubt:
+            self._in_doubt.remove(request_id)
+            if seconds < HELD:  # it was there all along, or gone, and the poll has not said so
+                self._doubt(len(self._waiting))
+
+    # ── polls ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _run(self) -> None:
+        """Poll while somebody waits."""
+        try:
+            while self._waiting:
+                await self._turn()
+        except (TinkerError, ValueError) as error:
+            self._give_up(error)
+        finally:
+            if self._task is asyncio.current_task():
+                self._task = None
+                self._release(len(self._waiting))
+
+    async def _turn(self) -> None:
+        """One poll, and the wait after it where one is due; its cost is that of what has ended."""
         fetched, self._fetched = self._fetched, []
         request = FuturesRetrieveRequest(
             target=self._target,
@@ -83,22 +140,26 @@ class BatchPoller:
             inline_bytes=INLINE_BYTES if self._inline else None,
         )
         sent = time.monotonic()
-        try:
-            reply = await self._transport.poll(RETRIEVE_FUTURES, request, {"Accept": codec.JSON}, POLL_TIMEOUT)
-            if reply.status >= 300 and reply.status != 408:
-                raise self._transport.refusal(RETRIEVE_FUTURES, reply)
-            head, results = await self._read(reply)
-        except TinkerError as error:
-            self._give_up(error)
-            return False
+        reply = await self._transport.poll(RETRIEVE_FUTURES, request, {"Accept": codec.JSON}, POLL_TIMEOUT)
+        if reply.status >= 300 and reply.status != 408:
+            raise self._transport.refusal(RETRIEVE_FUTURES, reply)
+        head, results = await self._read(reply)
+        is_news = head.cursor > self._cursor
         if head.cursor < self._cursor:  # the server has begun anew: what was asked for may never be mentioned again
-            self._release()
+            self._release(len(self._waiting))
         self._cursor = head.cursor
         for completion in head.completions:
             self._settle(completion.request_id, results.get(completion.request_id))
-        if not head.completions and time.monotonic() - sent < HURRIED:
-            await asyncio.sleep(backoff(1, first=0.05))
-        return True
+        if time.monotonic() - self._doubted >= DOUBT_SECONDS:
+            self._doubt(DOUBTED)
+        spent = time.monotonic() - sent
+        if is_news or spent >= HELD:
+            self._empty_polls = 0
+            if self._waiting and spent < GATHER_SECONDS:  # where one ends at once, others are about to
+                await asyncio.sleep(GATHER_SECONDS - spent)
+        else:  # a server that does not hold polls must not be asked in a hot loop
+            self._empty_polls += 1
+            await asyncio.sleep(backoff(self._empty_polls, first=0.05, most=1.0))
 
     async def _read(self, reply: Reply) -> tuple[FuturesRetrieveResponse, dict[str, tuple[str, bytes]]]:
         if reply.status == 408:
@@ -111,36 +172,41 @@ class BatchPoller:
 
     def _settle(self, request_id: str, result: tuple[str, bytes] | None) -> None:
         reply = None if result is None else Reply(200, {"content-type": result[0]}, result[1])
-        future = self._waiting.pop(request_id, None)
-        if future is not None and not future.done():
-            future.set_result(reply)
-        elif self._submitting:
-            self._ended[request_id] = reply
+        waiter = self._waiting.pop(request_id, None)
+        if waiter is None:
+            if self._open:
+                self._early[request_id] = self._submissions, reply
+        elif not waiter.future.done():
+            waiter.future.set_result(reply)
 
-    def fetched(self, request_id: str) -> None:
-        """Note that a result was fetched by itself, so that the server can forget it."""
-        self._fetched.append(request_id)
+    # ── when it cannot be relied on ──────────────────────────────────────────────────────────────────────────────
 
-    def _give_up(self, error: TinkerError) -> None:
-        """Batched polling is a convenience: when it fails, each result is polled for by itself."""
-        status = getattr(error, "status_code", None)
-        if status in (404, 405, 501):
+    def _give_up(self, error: Exception) -> None:
+        """When a poll fails, each result is polled for by itself, and new ones for a while."""
+        if getattr(error, "status_code", None) in NO_ENDPOINT:
             self.is_usable = False
+            self._fetched.clear()
+        if isinstance(error, GoneError):
+            self._cursor = 0  # it was of an earlier life of the server
+        self._rests_until = time.monotonic() + REST_SECONDS
         logger.debug("batched polling: %s; %d results are polled for one by one", error, len(self._waiting))
-        self._task = None
-        self._release()
 
-    def _release(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
+    def _doubt(self, most: int) -> None:
+        """Let those go and ask by themselves that have waited for very long."""
+        now = time.monotonic()
+        stale = 0
+        for waiter in self._waiting.values():
+            if stale >= most or now - waiter.since < DOUBT_SECONDS:
+                break
+            stale += 1
+        if stale:
+            self._doubted = now
+            self._in_doubt.update(itertools.islice(self._waiting, stale))
+            self._release(stale)
+
+    def _release(self, count: int) -> None:
+        """Let the first so many ask by themselves."""
+        for request_id in list(itertools.islice(self._waiting, count)):
+            future = self._waiting.pop(request_id).future
             if not future.done():
                 future.set_result(None)
-
-
-async def _run(reference: weakref.ref[BatchPoller]) -> None:
-    """Poll while somebody waits; the poller itself may be dropped meanwhile."""
-    while (poller := reference()) is not None:
-        turn = poller.turn()
-        del poller
-        if not await turn:
-            return

@@ -95,7 +95,8 @@ class RetryHandler:
         self._limit = self.config.max_connections if limit is None else limit
         self._clock = clock
         self._slots: asyncio.Semaphore | None = None
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: dict[asyncio.Task[Any], float] = {}
+        """What is under way, and since when; the longest first."""
         self._stuck: set[asyncio.Task[Any]] = set()
         self._progress = clock()
         self._watch: asyncio.TimerHandle | None = None
@@ -109,74 +110,83 @@ class RetryHandler:
             assert task is not None
             self._begin(task)
             try:
-                return await self._persist(function, args, kwargs)
+                result = await self._persist(function, args, kwargs)
             except asyncio.CancelledError:
-                if task not in self._stuck:
+                if task not in self._stuck or task.uncancel() > 0:  # given up by someone else, or by them as well
                     raise
-                task.uncancel()
                 raise APIConnectionError(
                     f"{self.name}: nothing has come through for {self.config.progress_timeout:g} s",
                     hint="RetryConfig(progress_timeout=…) sets how long to wait",
                 ) from None
+            except Exception:
+                self._progress = self._clock()
+                raise
             finally:
                 self._end(task)
+            self._progress = self._clock()
+            return result
 
     async def _persist(self, function: Callable[..., Awaitable[T]], args: Any, kwargs: Any) -> T:
         attempt, started = 0, self._clock()
         while True:
-            self._emit("start", attempt, {})
             begun = self._clock()
+            if events.is_heard():
+                self._emit(events.RETRY_START, attempt, {"system_time": time.time()})
             try:
                 result = await function(*args, **kwargs)
             except Exception as error:
-                facts = {"error": error}
-                over = self._clock() - max(started, self._progress) > self.config.progress_timeout
-                spent = self.config.max_retries is not None and attempt >= self.config.max_retries
-                if over or spent or not self.config.enable_retry_logic or not self.config.is_retryable(error):
-                    self._emit("failed", attempt, {"duration": self._clock() - begun}, facts)
+                spent = {"duration": (self._clock() - begun) * 1000}
+                if not self._may_go_on(attempt, started, error):
+                    self._emit(events.RETRY_FAILED, attempt, spent, error=error)
                     raise
                 delay = max(self.config.delay(attempt), getattr(error, "retry_after", None) or 0.0)
-                self._emit("retry", attempt, {"duration": self._clock() - begun, "delay_ms": delay * 1000}, facts)
+                self._emit(events.RETRY_RETRY, attempt, spent | {"delay_ms": delay * 1000}, error=error)
                 logger.warning("%s: %s; trying again in %.1f s", self.name, getattr(error, "message", error), delay)
                 attempt += 1
                 await asyncio.sleep(delay)
             else:
-                self._emit("stop", attempt, {"duration": self._clock() - begun})
+                if events.is_heard():
+                    self._emit(events.RETRY_STOP, attempt, {"duration": (self._clock() - begun) * 1000}, result="ok")
                 return result
 
-    def _emit(
-        self, what: str, attempt: int, measurements: dict[str, float], facts: dict[str, Any] | None = None
-    ) -> None:
-        if events.is_heard():
-            events.emit(
-                f"retry.attempt.{what}", {"attempt": attempt, **measurements}, {"name": self.name} | (facts or {})
-            )
+    def _may_go_on(self, attempt: int, started: float, error: Exception) -> bool:
+        """Whether the n-th attempt's failure, counted from 0, is followed by another attempt."""
+        config = self.config
+        if not config.enable_retry_logic or (config.max_retries is not None and attempt >= config.max_retries):
+            return False
+        if self._clock() - max(started, self._progress) > config.progress_timeout:
+            return False
+        return config.is_retryable(error)
+
+    def _emit(self, name: str, attempt: int, measurements: dict[str, float], **facts: Any) -> None:
+        events.emit(name, measurements, {"name": self.name, "attempt": attempt, **facts})
 
     # ── when nothing comes through any more ──────────────────────────────────────────────────────────────────────
 
     def _begin(self, task: asyncio.Task[Any]) -> None:
+        now = self._clock()
         if not self._running:
-            self._progress = self._clock()
-        self._running.add(task)
+            self._progress = now
+        self._running[task] = now
         if self._watch is None and self.config.enable_stuck_detection:
             loop = asyncio.get_running_loop()
             self._watch = loop.call_later(self.config.progress_timeout, self._look)
 
     def _end(self, task: asyncio.Task[Any]) -> None:
-        self._progress = self._clock()
-        self._running.discard(task)
+        del self._running[task]
         self._stuck.discard(task)
         if not self._running and self._watch is not None:
             self._watch.cancel()
             self._watch = None
 
     def _look(self) -> None:
-        """Give up what is under way if nothing has ended in all that time; else look again when it would be due."""
-        left = self._progress + self.config.progress_timeout - self._clock()
-        if left > 0:
-            self._watch = asyncio.get_running_loop().call_later(left, self._look)
-            return
-        self._watch = None
-        for task in self._running:
-            self._stuck.add(task)
-            task.cancel()
+        """Give up what has been under way all that time if nothing has come through; look again when it is due next."""
+        self._watch, now = None, self._clock()
+        for task, since in self._running.items():
+            left = max(since, self._progress) + self.config.progress_timeout - now
+            if left > 0:
+                self._watch = asyncio.get_running_loop().call_later(left, self._look)
+                return
+            if task not in self._stuck:
+                self._stuck.add(task)
+                task.cancel()

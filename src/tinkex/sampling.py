@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import contextlib
 import itertools
 import json
 import logging
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 from tinkex import protocol, sse
 from tinkex.config import Config
 from tinkex.dialects import Receipt, sequence_ids
-from tinkex.errors import APIConnectionError, APITimeoutError, GoneError, NotFoundError, RateLimitError, TinkerError
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    GoneError,
+    RateLimitError,
+    TinkerError,
+)
 from tinkex.futures import Future, QueueNotice, failure_of, read_result
 from tinkex.pollers import BatchPoller
 from tinkex.queue_states import Observer, QueueStateLogger, QueueStateTracker
@@ -26,7 +34,7 @@ from tinkex.runtime import runtime
 from tinkex.session import Session, shadow_of
 from tinkex.streams import SampleStream, chunks_of
 from tinkex.tokenizers import load_tokenizer
-from tinkex.transport import Reply
+from tinkex.transport import OFF_LOOP_BYTES, Reply
 from tinkex.types.inputs import ModelInput
 from tinkex.types.record import to_json
 from tinkex.types.sampling import (
@@ -47,6 +55,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tinkex")
 
 SEQ_BLOCK = 1_000_000_000
+BACKPRESSURE = {"X-Tinker-Sampling-Backpressure": "1"}
+"""Says that the sender knows what to do with a 429."""
+NO_STREAMS = frozenset({404, 405, 501})
+"""How a server answers that knows no streams."""
 
 
 class SamplingClient:
@@ -78,6 +90,7 @@ class SamplingClient:
         self._handler: RetryHandler | None = None
         self._poller: BatchPoller | None = None
         self._queue_states = QueueStateLogger("Sampling")
+        self._streams = True
 
     @staticmethod
     def create(
@@ -256,7 +269,7 @@ class SamplingClient:
         headers: Mapping[str, str] | None = None,
     ) -> SampleResponse:
         """Submit and fetch, under the retry configuration; every attempt has a number of its own."""
-        notice = self._notice(observer)
+        notice = _Notice(self, observer)
         attempts = self.retry_handler.execute(self._attempt, request, notice, headers)
         if timeout is None:
             return await attempts
@@ -270,39 +283,64 @@ class SamplingClient:
                 f"asample at {self._session.transport.place}: no samples within {timeout:g} s"
             ) from None
 
-    def _notice(self, observer: Observer | None) -> QueueNotice:
+    def _tracker(self, observer: Observer | None) -> QueueStateTracker:
         facts = {"session_id": self._session.session_id, "sampling_session_id": self.sampling_session_id}
-        return QueueStateTracker([self.on_queue_state_change, observer], facts).heard
+        return QueueStateTracker([self.on_queue_state_change, observer], facts)
 
     async def _attempt(
         self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None
     ) -> SampleResponse:
         request = request.model_copy(update={"seq_id": await self._number()})
-        poller = self._batches()
-        with poller.submitting() if poller else contextlib.nullcontext():
+        poller, outcome = self._batches(), None
+        if poller is None:
             receipt = await self._submit(request, notice, headers)
-            outcome = poller.outcome(receipt.request_id) if poller and receipt.request_id else None
+        else:
+            submission = poller.begin()
+            try:
+                receipt = await self._submit(request, notice, headers)
+                if receipt.request_id is not None:
+                    outcome = poller.outcome(receipt.request_id)
+            finally:
+                poller.end(submission)
         try:
-            response = await self._fetch(receipt, outcome, notice)
+            if poller is None or outcome is None or receipt.request_id is None:
+                response: SampleResponse = await self._session.result(receipt, notice=notice)
+            else:
+                response = await self._collect(poller, outcome, receipt, receipt.request_id, notice)
         except asyncio.CancelledError:
             self._cancel(receipt)
             raise
-        for sequence, sequence_id in zip(response.sequences, sequence_ids(receipt, request), strict=False):
-            sequence.sequence_id = sequence_id
-        return response
+        return response.named(sequence_ids(receipt, request))
 
-    async def _fetch(
-        self, receipt: Receipt, outcome: asyncio.Future[Reply | None] | None, notice: QueueNotice
+    async def _collect(
+        self,
+        poller: BatchPoller,
+        outcome: asyncio.Future[Reply | None],
+        receipt: Receipt,
+        request_id: str,
+        notice: QueueNotice,
     ) -> SampleResponse:
-        """The result behind a receipt: brought along by the batched poll, or polled for by itself."""
-        reply = await outcome if outcome is not None else None
-        if reply is None or receipt.request_id is None:
-            fetched: SampleResponse = await self._session.result(receipt, notice=notice)
-            if outcome is not None and self._poller is not None and receipt.request_id is not None:
-                self._poller.fetched(receipt.request_id)
-            return fetched
-        brought: SampleResponse = read_result(self._session.transport, protocol.ASAMPLE, reply, receipt.request_id)
-        return brought
+        """A result that the batched poll brings along, or one that it leaves to be polled for by itself."""
+        transport = self._session.transport
+        response: SampleResponse
+        try:
+            reply = await outcome
+            if reply is None:
+                asked = time.monotonic()
+                try:
+                    response = await self._session.result(receipt, notice=notice)
+                except TinkerError:
+                    poller.fetched(request_id, time.monotonic() - asked)
+                    raise
+                poller.fetched(request_id, time.monotonic() - asked)
+            elif len(reply.body) > OFF_LOOP_BYTES:
+                response = await asyncio.to_thread(read_result, transport, protocol.ASAMPLE, reply, request_id)
+            else:
+                response = read_result(transport, protocol.ASAMPLE, reply, request_id)
+        except asyncio.CancelledError:
+            poller.forget(request_id)
+            raise
+        return response
 
     def _batches(self) -> BatchPoller | None:
         """The poller for all samples of this client, where the server offers one."""
@@ -319,7 +357,7 @@ class SamplingClient:
         """Pass the gate; back-pressure makes everyone wait, and the same request is then sent again."""
         gate, size = self._session.gate, request.prompt.estimated_bytes
         patience = None if self.retry_handler.config.enable_retry_logic else 0.0
-        sent = {"X-Tinker-Sampling-Backpressure": "1", **(headers or {})}
+        sent = BACKPRESSURE if headers is None else {**BACKPRESSURE, **headers}
         while True:
             async with gate.passed(size):
                 try:
@@ -382,36 +420,52 @@ class SamplingClient:
         return self.sample_stream(prompt, sampling_params, num_samples, timeout=timeout)
 
     async def _stream(self, stream: SampleStream, request: SampleRequest, timeout: float | None) -> None:
-        gate, size = self._session.gate, request.prompt.estimated_bytes
-        request = request.model_copy(update={"seq_id": await self._number()})
-        while True:
-            try:
-                await gate.backoff.wait()
-                await self._read_stream(stream, request, timeout)
-                return
-            except RateLimitError as error:
-                gate.refused(size, error.retry_after)
-            except NotFoundError as error:
-                if "sampling session" in str(error.body):
-                    raise
-                logger.info("%s does not stream: the tokens come all at once", self._session.transport.place)
-                for chunk in chunks_of(await self._sample(request, timeout)):
-                    stream.put(chunk)
-                return
+        if self._streams:
+            gate, size = self._session.gate, request.prompt.estimated_bytes
+            notice = _Notice(self, None)
+            numbered = request.model_copy(update={"seq_id": await self._number()})
+            while True:
+                try:
+                    await gate.backoff.wait()
+                    await self._read_stream(stream, numbered, timeout)
+                    return
+                except RateLimitError as error:
+                    _tell_state(error.body, notice)
+                    gate.refused(size, error.retry_after)
+                    if not self.retry_handler.config.enable_retry_logic:
+                        raise
+                except APIStatusError as error:
+                    if error.status_code not in NO_STREAMS or "sampling session" in str(error.body):
+                        raise
+                    break
+            self._streams = False
+            logger.info("%s does not stream: the tokens of a sample come all at once", self._session.transport.place)
+        for chunk in chunks_of(await self._sample(request, timeout)):
+            stream.put(chunk)
 
     async def _read_stream(self, stream: SampleStream, request: SampleRequest, timeout: float | None) -> None:
         transport, op = self._session.transport, protocol.STREAM_SAMPLE
         open_samples = request.num_samples
-        async with transport.stream(op, request, timeout=timeout) as reply:
-            async for event in sse.events(reply.chunks):
-                told = event.json()
-                if not isinstance(told, dict):
-                    continue  # a farewell, or something that is no event of ours
-                if event.event == "error" or told.get("error") is not None:
-                    raise failure_of(told, request.sampling_session_id or "", op)
-                chunk = SampleStreamChunk.from_map(told)
-                open_samples -= chunk.is_done
-                stream.put(chunk)
+        try:
+            async with transport.stream(op, request, timeout=timeout) as reply:
+                async for event in sse.events(reply.chunks):
+                    told = event.json()
+                    if not isinstance(told, dict):
+                        continue  # a farewell, or something that is no event of ours
+                    if event.event == "error" or told.get("error") is not None:
+                        raise failure_of(told, request.sampling_session_id or "", op)
+                    chunk = SampleStreamChunk.from_map(told)
+                    open_samples -= chunk.is_done
+                    stream.put(chunk)
+        except APIConnectionError:
+            if open_samples > 0:
+                raise  # else all has been said, and only the farewell is missing
+        except ValueError as error:
+            if isinstance(error, TinkerError):
+                raise
+            raise APIResponseValidationError(
+                f"{op.name} at {transport.place}: an event is malformed: {error}"
+            ) from error
         if open_samples > 0:
             raise APIConnectionError(
                 f"{op.name} at {transport.place}: the stream ended before {open_samples} of its samples did"
@@ -572,6 +626,21 @@ async def open_sampling_client(
         retry_config=retry_config,
         record_stability_info=record_stability_info,
     )
+
+
+class _Notice:
+    """Hears of the queue on behalf of one sample; most hear nothing, so what that takes is made with the first word."""
+
+    __slots__ = ("_client", "_observer", "_tracker")
+
+    def __init__(self, client: SamplingClient, observer: Observer | None) -> None:
+        self._client, self._observer = client, observer
+        self._tracker: QueueStateTracker | None = None
+
+    def __call__(self, queue_state: str, queue_state_reason: str | None = None, /, *, request_id: str = "") -> object:
+        if self._tracker is None:
+            self._tracker = self._client._tracker(self._observer)
+        return self._tracker.heard(queue_state, queue_state_reason, request_id=request_id)
 
 
 def _tell_state(body: object, notice: QueueNotice) -> None:

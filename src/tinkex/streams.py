@@ -17,7 +17,8 @@ T = TypeVar("T")
 class Stream(Generic[T]):
     """What arrives piece by piece, for `for` in any thread or `async for` in any event loop.
 
-    One reader at a time. Leaving a `with` block, or `close()`, hangs up, and the server stops.
+    One reader at a time. Leaving a `with` block, or `close()`, hangs up, and the server stops; just ceasing to read
+    does not, for the rest may be read later.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,10 @@ class Stream(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         while (taken := self._take()) is not None:
             if isinstance(taken, Future):
-                taken.result()
+                try:
+                    taken.result()
+                finally:
+                    taken.cancel()  # whoever waited and was interrupted has given up: let the next one wait
             else:
                 yield taken[0]
 
@@ -73,8 +77,7 @@ class Stream(Generic[T]):
                 try:
                     await taken
                 finally:
-                    if not taken.done():  # whoever waited has given up: let the next one wait
-                        taken.cancel()
+                    taken.cancel()
             else:
                 yield taken[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
 from typing import Any, ClassVar, Self
 
 import msgspec
@@ -46,5 +47,6 @@ def _read_variant(kind: type[Any], value: Any) -> Any:
     return value if isinstance(value, kind) else kind.from_wire(value)
 
 
+@functools.cache
 def _tag_of(kind: type[Any]) -> Any:
     return next(field.default for field in msgspec.structs.fields(kind) if field.name == kind.TAG)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
@@ -108,7 +108,7 @@ def _same(first: Any, second: Any) -> bool:
     return type(first) is type(second) and bool(first == second)
 
 
-@dataclasses.dataclass(eq=False, repr=False, slots=True)
+@dataclasses.dataclass(eq=False, repr=False, frozen=True, slots=True)
 class SampledSequence(Wired):
     """One sample. `tokens` and `logprobs` read as lists; `tokens_np` and `logprobs_np` are the arrays behind them."""
 
@@ -136,28 +136,34 @@ class SampledSequence(Wired):
     @property
     def tokens(self) -> list[int]:
         """The sampled token ids, the stopping token included."""
-        if self._tokens_list is None:
-            self._tokens_list = [] if self.tokens_np is None else self.tokens_np.tolist()
-        return self._tokens_list
+        if self._tokens_list is not None:
+            return self._tokens_list
+        tokens: list[int] = [] if self.tokens_np is None else self.tokens_np.tolist()
+        object.__setattr__(self, "_tokens_list", tokens)
+        return tokens
 
     @property
     def logprobs(self) -> list[float] | None:
         """The log-probability of each sampled token, temperature applied."""
         if self._logprobs_list is None and self.logprobs_np is not None:
-            self._logprobs_list = self.logprobs_np.tolist()
+            object.__setattr__(self, "_logprobs_list", self.logprobs_np.tolist())
         return self._logprobs_list
 
     @property
     def topk_logprobs(self) -> TopkList | None:
         """The likeliest tokens at each position, when asked for."""
         if self._topk_logprobs_list is None and self.topk_logprobs_np is not None:
-            self._topk_logprobs_list = self.topk_logprobs_np.tolist()
+            object.__setattr__(self, "_topk_logprobs_list", self.topk_logprobs_np.tolist())
         return self._topk_logprobs_list
 
     @property
     def length(self) -> int:
         """How many tokens were sampled."""
         return len(self.tokens) if self.tokens_np is None else int(self.tokens_np.size)
+
+    def named(self, sequence_id: str) -> SampledSequence:
+        """The same sample under another id."""
+        return SampledSequence(self.stop_reason, sequence_id, *self._state()[2:])
 
     def to_wire(self) -> dict[str, Any]:
         """JSON form, as older dialects use it."""
@@ -194,7 +200,7 @@ class SampledSequence(Wired):
             return NotImplemented
         return all(_same(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True))
 
-    __hash__ = None  # type: ignore[assignment]  # it can be changed
+    __hash__ = None  # type: ignore[assignment]  # arrays have none
 
     def __repr__(self) -> str:
         return f"SampledSequence({self.length} tokens, stop_reason={self.stop_reason!r})"
@@ -211,7 +217,7 @@ class PromptAltTokens:
     logprobs: TensorData
 
 
-@dataclasses.dataclass(eq=False, repr=False, slots=True)
+@dataclasses.dataclass(eq=False, repr=False, frozen=True, slots=True)
 class SampleResponse(Wired):
     """The samples of one request and whatever was asked about its prompt."""
 
@@ -237,21 +243,29 @@ class SampleResponse(Wired):
     _topk_prompt_logprobs_list: TopkList | None = None
 
     def __post_init__(self) -> None:
-        self.sequences = list(self.sequences)
+        object.__setattr__(self, "sequences", list(self.sequences))
 
     @property
     def prompt_logprobs(self) -> list[float | None] | None:
         """One value per prompt token; None where there is none, as for the first."""
         if self._prompt_logprobs_list is None and self.prompt_logprobs_np is not None:
-            self._prompt_logprobs_list = [None if p != p else p for p in self.prompt_logprobs_np.tolist()]
+            object.__setattr__(
+                self, "_prompt_logprobs_list", [None if p != p else p for p in self.prompt_logprobs_np.tolist()]
+            )
         return self._prompt_logprobs_list
 
     @property
     def topk_prompt_logprobs(self) -> TopkList | None:
         """The likeliest tokens at each prompt position, when asked for."""
         if self._topk_prompt_logprobs_list is None and self.topk_prompt_logprobs_np is not None:
-            self._topk_prompt_logprobs_list = self.topk_prompt_logprobs_np.tolist()
+            object.__setattr__(self, "_topk_prompt_logprobs_list", self.topk_prompt_logprobs_np.tolist())
         return self._topk_prompt_logprobs_list
+
+    def named(self, sequence_ids: Sequence[str]) -> SampleResponse:
+        """The same answer with these ids for its first so many samples."""
+        count = len(sequence_ids)
+        named = [sequence.named(name) for sequence, name in zip(self.sequences, sequence_ids, strict=False)]
+        return SampleResponse(named + self.sequences[count:], *self._state()[1:])
 
     def to_wire(self) -> dict[str, Any]:
         """JSON form, as older dialects use it."""
@@ -291,7 +305,7 @@ class SampleResponse(Wired):
             return NotImplemented
         return all(_same(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True))
 
-    __hash__ = None  # type: ignore[assignment]  # it can be changed
+    __hash__ = None  # type: ignore[assignment]  # arrays have none
 
     def __repr__(self) -> str:
         return f"SampleResponse({self.sequences!r})"

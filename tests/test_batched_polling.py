@@ -1,0 +1,561 @@
+"""The client's one poll for many samples: few requests, the same values, nothing lost and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import json
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tinkex
+from faulty import Answer, FaultyServer, Seen, faulty_server
+from support import serving
+from tinkex import LocalBackend, ModelInput, SamplingClient, SamplingParams, ServiceClient, codec, events, pollers
+from tinkex.engine.fake import FakeEngine
+from tinkex.futures import Future, start
+from tinkex.server.state import Limits
+from tinkex.transport import Reply, StreamReply
+from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.types.sessions import FutureFinished, FuturesRetrieveResponse
+
+PROMPT = ModelInput.from_ints([1, 2, 3])
+PARAMS = SamplingParams(max_tokens=3, seed=1)
+
+
+@pytest.fixture
+def paths() -> Iterator[Counter[str]]:
+    """How often each endpoint was asked."""
+    count: Counter[str] = Counter()
+
+    def note(name: str, measurements: Any, metadata: Mapping[str, Any]) -> None:
+        count[metadata["path"].removeprefix("/api/v1/")] += 1
+
+    events.attach("counting", [events.HTTP_START], note)
+    yield count
+    events.detach("counting")
+
+
+@pytest.fixture(params=["socket", "embedded"])
+def fake_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Starts servers over a fake engine, both ways."""
+    with contextlib.ExitStack() as stack:
+
+        def make(engine: FakeEngine, **limits: Any) -> str:
+            if request.param == "socket":
+                return stack.enter_context(serving(engine, tmp_path, limits=Limits(**limits)))
+            backend = LocalBackend(engine=engine, data_dir=tmp_path, limits=Limits(**limits))
+            return stack.enter_context(backend).base_url
+
+        yield make
+
+
+def choose(service: ServiceClient, mode: str) -> None:
+    """Have the client use one of the three ways to wait for samples."""
+    service.create_sampling_client(base_model="fake")  # the session is open now
+    flags = {"batched_results": mode == "inline", "sample_use_retrieve_futures": mode == "official"}
+    service._session.client_config = service._session.client_config.model_copy(update=flags)
+
+
+def values(futures: list[Future[SampleResponse]]) -> list[Any]:
+    return [[(s.tokens, s.logprobs, s.stop_reason) for s in future.result(20).sequences] for future in futures]
+
+
+def left_behind(sampler: SamplingClient) -> dict[str, int]:
+    """What a client's poller still holds."""
+    poller = sampler._poller
+    assert poller is not None
+    held = {name: len(getattr(poller, name)) for name in ("_waiting", "_open", "_early", "_in_doubt")}
+    return {name: count for name, count in held.items() if count}
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.005)
+
+
+# ── against our own server ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("W20", "C68")
+def test_many_samples_take_far_fewer_requests_than_two_each(fake_url: Callable[..., str], paths: Counter[str]) -> None:
+    opened = threading.Event()
+
+    def hold(method: str, subject: str) -> None:
+        assert method != "sample_step" or opened.wait(10)
+
+    with ServiceClient(base_url=fake_url(FakeEngine(fail=hold))) as service:
+        sampler = service.create_sampling_client(base_model="fake")
+        futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=10, seed=seed)) for seed in range(100)]
+        eventually(lambda: sampler._poller is not None and len(sampler._poller._waiting) == 100)
+        opened.set()
+        assert len({tuple(future.result(20).sequences[0].tokens) for future in futures}) > 90
+        assert paths["asample"] == 100
+        assert paths["retrieve_futures"] <= 20
+        assert paths["retrieve_future"] == 0
+        eventually(lambda: left_behind(sampler) == {})
+
+
+def test_all_ways_to_wait_give_the_same_values(fake_url: Callable[..., str], paths: Counter[str]) -> None:
+    url, drawn = fake_url(FakeEngine(step_delay=0.001)), {}
+    for mode in ("inline", "official", "one by one"):
+        with ServiceClient(base_url=url) as service:
+            choose(service, mode)
+            sampler = service.create_sampling_client(base_model="fake")
+            paths.clear()
+            many = [SamplingParams(max_tokens=3 + seed % 4, seed=seed) for seed in range(20)]
+            drawn[mode] = values([sampler.sample(PROMPT, 2, params, True) for params in many])
+            expected = {"inline": (True, 0), "official": (True, 20), "one by one": (False, 20)}[mode]
+            assert (paths["retrieve_futures"] > 0, paths["retrieve_future"]) == expected
+    assert drawn["inline"] == drawn["official"] == drawn["one by one"]
+
+
+def test_results_too_large_to_come_along_are_fetched_by_themselves(
+    fake_url: Callable[..., str], paths: Counter[str]
+) -> None:
+    with ServiceClient(base_url=fake_url(FakeEngine(), inline_bytes=10)) as service:
+        sampler = service.create_sampling_client(base_model="fake")
+        short = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2, seed=1)).result(10)
+        assert (len(short.sequences[0].tokens), paths["retrieve_future"]) == (2, 0)
+        futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=60, seed=seed)) for seed in range(5)]
+        assert [len(future.result(10).sequences[0].tokens) for future in futures] == [60] * 5
+        assert paths["retrieve_future"] == 5
+        assert len(set(map(str, values(futures)))) == 5
+
+
+def test_failures_come_along_too(fake_url: Callable[..., str], paths: Counter[str]) -> None:
+    with ServiceClient(base_url=fake_url(FakeEngine())) as service:
+        sampler = service.create_sampling_client(base_model="fake")
+        with pytest.raises(tinkex.RequestFailedError, match=r"65 tokens do not fit") as caught:
+            sampler.sample(ModelInput.from_ints([1] * 65), 1, PARAMS).result(10)
+        assert caught.value.request_id == f"{sampler.sampling_session_id}:0"
+        assert paths["retrieve_future"] == 0
+
+
+@pytest.mark.covers("W21")
+def test_nothing_is_polled_when_nobody_waits_any_more(fake_url: Callable[..., str], paths: Counter[str]) -> None:
+    with ServiceClient(base_url=fake_url(FakeEngine(step_delay=0.01))) as service:
+        sampler = service.create_sampling_client(base_model="fake")
+        endless = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=100_000)) for _ in range(3)]
+        eventually(lambda: paths["retrieve_futures"] == 1)
+        poller = sampler._poller
+        assert poller is not None
+        eventually(lambda: len(poller._waiting) == 3)
+        endless[0].cancel()
+        time.sleep(0.05)
+        assert poller._task is not None
+        endless[1].cancel()
+        endless[2].cancel()
+        eventually(lambda: poller._task is None)
+        assert left_behind(sampler) == {}
+        polled = paths["retrieve_futures"]
+        time.sleep(0.2)
+        assert paths["retrieve_futures"] == polled
+        assert sampler.sample(PROMPT, 1, PARAMS).result(10).sequences  # and it begins again
+        eventually(lambda: left_behind(sampler) == {})
+
+
+def test_cancelled_samples_leave_nothing_behind_while_others_go_on(fake_url: Callable[..., str]) -> None:
+    """Those that were cancelled end on the server as well, and are told of, with nobody to take them."""
+    with ServiceClient(base_url=fake_url(FakeEngine(step_delay=0.002))) as service:
+        sampler = service.create_sampling_client(base_model="fake")
+        kept = []
+        for _ in range(10):
+            doomed = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1000)) for _ in range(5)]
+            kept += [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=4, seed=3)) for _ in range(5)]
+            time.sleep(0.01)
+            for future in doomed:
+                future.cancel()
+        assert len({str(value) for value in values(kept)}) == 1
+        eventually(lambda: left_behind(sampler) == {})
+
+
+# ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def result_of(number: int) -> SampleResponse:
+    return SampleResponse([SampledSequence("length", tokens_np=np.array([number], np.int32))])
+
+
+class Samples:
+    """A server whose samples end at once; each one's only token is its number."""
+
+    def __init__(self, faulty: FaultyServer, **config: bool) -> None:
+        self.faulty = faulty
+        self.log: list[str] = []
+        self.numbers = itertools.count()
+        self.lock = threading.Lock()
+        faulty.script("client/config", Answer(body=config or {"batched_results": True}))
+        faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "x"}))
+        faulty.script("asample", self.submit)
+        faulty.script("retrieve_futures", self.poll)
+        faulty.script("retrieve_future", self.fetch)
+
+    def submit(self, seen: Seen) -> Answer:
+        with self.lock:
+            name = f"q{next(self.numbers)}"
+            self.log.append(name)
+        return Answer(body={"request_id": name})
+
+    def fetch(self, seen: Seen) -> Answer:
+        number = int(seen.json["request_id"][1:])
+        return Answer(body=codec.encode(result_of(number)).data, content_type=codec.PROTOBUF)
+
+    def poll(self, seen: Seen) -> Answer:
+        cursor = seen.json["prev_cursor"]
+        if not self.log[cursor:]:
+            return Answer(body={"completions": [], "cursor": cursor}, delay=0.05)
+        return self.told(self.log[cursor:], len(self.log))
+
+    @staticmethod
+    def told(names: list[str], cursor: int) -> Answer:
+        payloads = [codec.encode(result_of(int(name[1:]))).data for name in names]
+        completions = [
+            FutureFinished(request_id=name, content_type=codec.PROTOBUF, inline_size=len(data))
+            for name, data in zip(names, payloads, strict=True)
+        ]
+        body = codec.encode_batch(FuturesRetrieveResponse(completions=completions, cursor=cursor), payloads)
+        return Answer(body=body.data, content_type=codec.BATCH)
+
+    def fetched(self) -> int:
+        return len(self.faulty.requests("retrieve_future"))
+
+    def polls(self) -> list[Any]:
+        return [seen.json for seen in self.faulty.requests("retrieve_futures")]
+
+
+@pytest.fixture
+def faulty() -> Iterator[FaultyServer]:
+    with faulty_server() as server:
+        yield server
+
+
+@pytest.fixture
+def sampler(faulty: FaultyServer) -> Iterator[SamplingClient]:
+    Samples(faulty)
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        yield service.create_sampling_client(base_model="m")
+
+
+def tokens(futures: list[Future[SampleResponse]]) -> list[int]:
+    return sorted(future.result(10).sequences[0].tokens[0] for future in futures)
+
+
+FAULTS = {
+    "404": Answer(404, {"detail": "Not Found"}),
+    "405": Answer(405, {"detail": "Method Not Allowed"}),
+    "500": Answer(500, {"detail": "broken"}),
+    "429": Answer(429, {"detail": "slow down"}),
+    "a dropped connection": Answer(drop=True),
+    "410": Answer(410, {"detail": "the cursor is of an earlier life"}),
+    "no JSON": Answer(body=b"<html>"),
+    "no answer to the question": Answer(body={"else": 1}),
+    "a batch cut short": Answer(body=b"\x05\x00", content_type=codec.BATCH),
+    "a batch of nonsense": Answer(body=b"\xff\xff\xff\x7f{}", content_type=codec.BATCH),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+def test_when_a_poll_fails_every_sample_is_polled_for_by_itself(faulty: FaultyServer, fault: Answer) -> None:
+    samples = Samples(faulty)
+    faulty.script("retrieve_futures", fault)
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m")
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(8)]) == list(range(8))
+        assert samples.fetched() == 8
+        polled = len(samples.polls())
+        assert 1 <= polled <= 8
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(4)]) == [8, 9, 10, 11]
+        assert len(samples.polls()) == polled  # not tried again at once
+        eventually(lambda: left_behind(sampler) == {})
+
+
+@pytest.mark.parametrize(("status", "again"), [(404, False), (405, False), (501, False), (500, True), (410, True)])
+def test_a_server_without_the_endpoint_is_never_asked_again(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, status: int, again: bool
+) -> None:
+    monkeypatch.setattr(pollers, "REST_SECONDS", 0.0)
+    samples = Samples(faulty)
+    faulty.script("retrieve_futures", Answer(status, {"detail": "no"}), samples.poll)
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m")
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [0]
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [1]
+    assert (len(samples.polls()) > 1) is again
+    assert (samples.fetched() < 2) is again
+
+
+def test_a_cursor_of_an_earlier_life_is_given_up(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pollers, "REST_SECONDS", 0.0)
+    samples = Samples(faulty)
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m")
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]) == [0, 1, 2]
+        samples.log.clear()  # the server was restarted
+        faulty.script("retrieve_futures", Answer(410, {"detail": "an earlier life"}), samples.poll)
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [3]
+        assert samples.fetched() == 1
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [4]
+        assert samples.fetched() == 1
+    cursors = [poll["prev_cursor"] for poll in samples.polls()]
+    assert 3 in cursors
+    assert cursors[cursors.index(3) + 1] == 0
+
+
+def test_when_the_cursor_goes_back_every_sample_is_polled_for_by_itself(faulty: FaultyServer) -> None:
+    samples = Samples(faulty)
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m")
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]) == [0, 1, 2]
+        begun_anew = Answer(body={"completions": [], "cursor": 0})
+        faulty.script("retrieve_futures", begun_anew, Answer(body={"completions": [], "cursor": 0}, delay=0.2))
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(2)]) == [3, 4]
+        assert samples.fetched() >= 1
+
+
+def test_what_ends_before_its_receipt_comes_is_kept_for_it(faulty: FaultyServer) -> None:
+    samples = Samples(faulty)
+    late = threading.Event()
+
+    def submit(seen: Seen) -> Answer:
+        answer = samples.submit(seen)
+        return Answer(body=answer.body, delay=0.3 if late.is_set() else 0.0)
+
+    faulty.script("asample", submit)
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m")
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [0]
+        poller = sampler._poller
+        assert poller is not None
+        faulty.script("retrieve_futures", Answer(body={"completions": [], "cursor": 1}, delay=0.1), samples.poll)
+        first = sampler.sample(PROMPT, 1, PARAMS)
+        eventually(lambda: len(poller._waiting) == 1)
+        late.set()
+        others = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]
+        eventually(lambda: len(poller._early) == 3)
+        assert tokens([first]) == [1]
+        assert tokens(others) == [2, 3, 4]
+        assert samples.fetched() == 0
+        assert left_behind(sampler) == {}
+
+
+def test_what_nobody_will_ask_for_is_dropped_even_while_others_are_submitted(sampler: SamplingClient) -> None:
+    """A stream of samples never has a moment without a submission; what cancelled ones left must go all the same."""
+
+    async def run() -> list[int]:
+        poller = pollers.BatchPoller(sampler._session.transport, "x", 0, inline=True)
+        sizes, last = [], poller.begin()
+        for number in range(50):
+            following = poller.begin()
+            poller._settle(f"cancelled {number}", None)
+            poller.end(last)
+            sizes.append(len(poller._early))
+            last = following
+        poller.end(last)
+        return [max(sizes), len(poller._early)]
+
+    assert start(run()).result(5) == [1, 0]
+
+
+@pytest.mark.parametrize("silent", ["restarted", "repeating"])
+def test_a_server_that_does_not_hold_its_polls_is_not_asked_in_a_hot_loop(faulty: FaultyServer, silent: str) -> None:
+    samples = Samples(faulty)
+    body: Any = {"completions": [], "cursor": 0}
+    if silent == "repeating":
+        body["completions"] = [{"state": "finished", "request_id": "unknown"}]
+    faulty.script("retrieve_futures", Answer(body=body))
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m")
+        future = sampler.sample(PROMPT, 1, PARAMS)
+        time.sleep(0.6)
+        assert len(samples.polls()) <= 8
+        future.cancel()
+
+
+@pytest.mark.parametrize("answer", ["the result", "gone"])
+def test_a_poll_that_never_speaks_of_a_sample_does_not_lose_it(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    """A server that was restarted before the first cursor cannot be told from one that has nothing to say."""
+    monkeypatch.setattr(pollers, "DOUBT_SECONDS", 0.2)
+    samples = Samples(faulty)
+    faulty.script("retrieve_futures", Answer(body={"completions": [], "cursor": 0}, delay=0.05))
+    if answer == "gone":
+        lost = [Answer(410, {"detail": "lost"})] * 20
+        faulty.script("retrieve_future", *lost, samples.fetch)
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m", retry_config=tinkex.RetryConfig(retry_delay_base=0.01))
+        futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(pollers.DOUBTED + 4)]
+        assert len(tokens(futures)) == pollers.DOUBTED + 4
+        assert left_behind(sampler) == {}
+
+
+def test_few_are_asked_for_by_themselves_while_the_poll_is_right(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples that take long cost a few requests more, not two each."""
+    monkeypatch.setattr(pollers, "DOUBT_SECONDS", 0.3)
+    monkeypatch.setattr(pollers, "DOUBTED", 2)
+    samples = Samples(faulty)
+    faulty.script("retrieve_futures", Answer(body={"completions": [], "cursor": 0}, delay=0.1))
+    faulty.script("retrieve_future", Answer(408, {"queue_state": "active"}, delay=1.5))
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m")
+        futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(40)]
+        time.sleep(0.9)
+        assert 2 <= samples.fetched() <= 4
+        for future in futures:
+            future.cancel()
+        eventually(lambda: left_behind(sampler) == {})
+
+
+def test_the_official_form_names_what_was_fetched(faulty: FaultyServer) -> None:
+    samples = Samples(faulty, sample_use_retrieve_futures=True)
+
+    def poll(seen: Seen) -> Answer:
+        cursor = seen.json["prev_cursor"]
+        named = [{"state": "finished", "request_id": name} for name in samples.log[cursor:]]
+        return Answer(body={"completions": named, "cursor": len(samples.log)}, delay=0.02)
+
+    faulty.script("retrieve_futures", poll)
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m")
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(10)]) == list(range(10))
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [10]
+    assert samples.fetched() == 11
+    polls = samples.polls()
+    assert all("inline_bytes" not in poll or poll["inline_bytes"] is None for poll in polls)
+    assert polls[0]["target"] == {"type": "sampling_session", "sampling_session_id": "x", "cloned_sampler_id": 0}
+    assert {name for poll in polls for name in poll["retrieved_request_ids"]} >= {f"q{number}" for number in range(10)}
+
+
+# ── many ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Memory:
+    """An exchange without a server: samples end in the order in which they came, so many per poll."""
+
+    def __init__(self, per_poll: int) -> None:
+        self.per_poll = per_poll
+        self.submitted = self.polls = 0
+        self.goes = asyncio.Event()
+
+    async def send(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float, traffic: str
+    ) -> Reply:
+        name = path.removeprefix("/api/v1/")
+        if name == "asample":
+            self.submitted += 1
+            return self.json({"request_id": f"q{self.submitted - 1}"})
+        if name == "retrieve_futures":
+            await self.goes.wait()
+            cursor = json.loads(body or b"")["prev_cursor"]
+            while cursor >= self.submitted:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            self.polls += 1
+            upto = min(cursor + self.per_poll, self.submitted)
+            answer = Samples.told([f"q{number}" for number in range(cursor, upto)], upto)
+            return Reply(200, {"content-type": answer.content_type}, answer.data)
+        answers = {
+            "client/config": {"batched_results": True, "sample_max_concurrent_requests": 10_000},
+            "create_session": {"session_id": "s"},
+            "create_sampling_session": {"sampling_session_id": "x"},
+        }
+        return self.json(answers.get(name, {}))
+
+    def json(self, body: Any) -> Reply:
+        return Reply(200, {"content-type": "application/json"}, json.dumps(body).encode())
+
+    @contextlib.asynccontextmanager
+    async def stream(self, *_: Any) -> AsyncIterator[StreamReply]:
+        raise NotImplementedError
+        yield
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def memory() -> Iterator[Callable[[int], tuple[Memory, SamplingClient]]]:
+    with contextlib.ExitStack() as stack:
+        stack.callback(tinkex.configure)
+
+        def make(per_poll: int) -> tuple[Memory, SamplingClient]:
+            exchange = Memory(per_poll)
+            tinkex.configure(http_client=lambda config: exchange)
+            service = stack.enter_context(ServiceClient(base_url="http://nowhere", api_key="tml-x"))
+            return exchange, service.create_sampling_client(base_model="m")
+
+        yield make
+
+
+class Walked(dict[str, Any]):
+    """A dict that counts how many of its entries were looked at in passing."""
+
+    steps = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for key in super().__iter__():
+            self.steps += 1
+            yield key
+
+    def values(self) -> Iterator[Any]:  # type: ignore[override]
+        for key in self:
+            yield self[key]
+
+    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        for key in self:
+            yield key, self[key]
+
+
+def test_a_poll_costs_what_has_ended_not_what_waits(memory: Callable[[int], tuple[Memory, SamplingClient]]) -> None:
+    exchange, sampler = memory(1)
+    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(200)]
+    eventually(lambda: sampler._poller is not None and len(sampler._poller._waiting) == 200)
+    poller = sampler._poller
+    assert poller is not None
+    walked = Walked(poller._waiting)
+    poller._waiting = walked
+    start(_set(exchange.goes)).result(5)
+    assert tokens(futures) == list(range(200))
+    assert exchange.polls == 200
+    assert walked.steps <= 2 * 200
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
+def test_five_thousand_samples_leave_nothing_behind(memory: Callable[[int], tuple[Memory, SamplingClient]]) -> None:
+    exchange, sampler = memory(100)
+    start(_set(exchange.goes)).result(5)
+
+    def draw(count: int) -> None:
+        for _ in range(count // 500):
+            tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(500)])
+
+    draw(4000)
+    gc.collect()
+    tracemalloc.start(1)
+    try:
+        draw(1000)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 100_000
+    finally:
+        tracemalloc.stop()
+    assert exchange.submitted == 5000
+    assert left_behind(sampler) == {}
+    assert sampler._poller is not None
+    assert sampler._poller._fetched == []
