@@ -545,9 +545,9 @@ def test_an_answer_that_is_something_else_is_named(faulty: FaultyServer, client:
 @pytest.mark.covers("24.types.6")
 @pytest.mark.parametrize("time", ["soon", "Fri, 02 Jan 2026 00:00:00 GMT", 5, None], ids=repr)
 def test_a_time_that_is_none_is_refused_in_words(faulty: FaultyServer, client: RestClient, time: Any) -> None:
-    faulty.script("checkpoints", Answer(body={"checkpoints": [{**CHECKPOINT, "time": time}], "cursor": PAGE}))
-    with pytest.raises(tinkex.APIResponseValidationError, match=r"list_user_checkpoints at .*time"):
-        client.list_user_checkpoints().result(10)
+    faulty.script("training_runs/timeless", Answer(body={**TRAINING_RUN, "last_request_time": time}))
+    with pytest.raises(tinkex.APIResponseValidationError, match=r"get_training_run at .*last_request_time"):
+        client.get_training_run("timeless").result(10)
     with pytest.raises(ValueError, match="time"):
         types.Checkpoint.model_validate({**CHECKPOINT, "time": time})
 
