@@ -27,7 +27,7 @@ from tinkex.futures import Future, start
 from tinkex.server.state import Limits
 from tinkex.transport import Reply, StreamReply
 from tinkex.types.sampling import SampledSequence, SampleResponse
-from tinkex.types.sessions import FutureFinished, FuturesRetrieveResponse
+from tinkex.types.sessions import FutureCompletion, FutureFinished, FuturesRetrieveResponse
 
 PROMPT = ModelInput.from_ints([1, 2, 3])
 PARAMS = SamplingParams(max_tokens=3, seed=1)
@@ -103,7 +103,7 @@ def test_many_samples_take_far_fewer_requests_than_two_each(fake_url: Callable[.
         opened.set()
         assert len({tuple(future.result(20).sequences[0].tokens) for future in futures}) > 90
         assert paths["asample"] == 100
-        assert paths["retrieve_futures"] <= 20
+        assert paths["retrieve_futures"] <= 50
         assert paths["retrieve_future"] == 0
         eventually(lambda: left_behind(sampler) == {})
 
@@ -222,7 +222,7 @@ class Samples:
     @staticmethod
     def told(names: list[str], cursor: int) -> Answer:
         payloads = [codec.encode(result_of(int(name[1:]))).data for name in names]
-        completions = [
+        completions: list[FutureCompletion] = [
             FutureFinished(request_id=name, content_type=codec.PROTOBUF, inline_size=len(data))
             for name, data in zip(names, payloads, strict=True)
         ]
@@ -539,7 +539,7 @@ async def _set(event: asyncio.Event) -> None:
 
 
 def test_five_thousand_samples_leave_nothing_behind(memory: Callable[[int], tuple[Memory, SamplingClient]]) -> None:
-    exchange, sampler = memory(100)
+    exchange, sampler = memory(500)
     start(_set(exchange.goes)).result(5)
 
     def draw(count: int) -> None:

@@ -114,7 +114,7 @@ class SamplingClient:
                 record_stability_info=record_stability_info,
             )
 
-        return holder.start(opening())
+        return holder.call(opening)
 
     @property
     def holder(self) -> Session:
@@ -198,7 +198,7 @@ class SamplingClient:
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
-        return self._session.start(self._sample(request, timeout, queue_state_observer, headers))
+        return self._session.call(self._sample, request, timeout, queue_state_observer, headers)
 
     def _request(
         self,
@@ -405,7 +405,7 @@ class SamplingClient:
         """
         request = self._request(prompt, num_samples, sampling_params)
         stream: SampleStream = SampleStream()
-        stream.begin(self._session.start(self._stream(stream, request, timeout)))
+        stream.begin(self._session.call(self._stream, stream, request, timeout))
         return stream
 
     async def sample_stream_async(
@@ -519,7 +519,7 @@ class SamplingClient:
         async def score() -> list[float | None]:
             return (await self._sample(request, timeout, queue_state_observer)).prompt_logprobs or []
 
-        return self._session.start(score())
+        return self._session.call(score)
 
     async def compute_logprobs_async(
         self,
@@ -573,11 +573,11 @@ class SamplingClient:
 
     def get_base_model(self) -> str:
         """The name of the base model under this sampler."""
-        return self._session.start(self._sampler()).result().base_model
+        return self._session.call(self._sampler).result().base_model
 
     async def get_base_model_async(self) -> str:
         """The name of the base model under this sampler."""
-        return (await self._session.start(self._sampler())).base_model
+        return (await self._session.call(self._sampler)).base_model
 
     def get_tokenizer(self, *, backend: str | None = None) -> Any:
         """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""

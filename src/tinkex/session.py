@@ -97,6 +97,20 @@ class Session:
             raise RuntimeError("ServiceClient is closed")
         return start(self._after_open(coroutine))
 
+    def call(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Future[T]:
+        """Like `start`, but the coroutine is made when its turn comes: a call cancelled earlier leaves none behind."""
+        if self.closed:
+            raise RuntimeError("ServiceClient is closed")
+        return start(self._call(function, args))
+
+    async def _call(self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> T:
+        await self.opened()
+        try:
+            return await function(*args)
+        except Exception as error:
+            telemetry.log_exception(self.telemetry, error)
+            raise
+
     async def _after_open(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             await self.opened()
@@ -118,6 +132,9 @@ class Session:
 
     async def opened(self) -> None:
         """Open the session if it is not open yet; a failed attempt is made anew by the next call."""
+        opening = self._opening
+        if opening is not None and opening.done() and opening.exception() is None:
+            return
         with self._lock:
             if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
                 self._opening = start(self._open())

@@ -155,6 +155,7 @@ class HttpExchange:
         self._pool_sizes = {**POOL_SIZES, **(pool_sizes or {})}
         self._pools: dict[str, aiohttp.ClientSession] = {}
         self._timeouts: dict[tuple[float, bool], aiohttp.ClientTimeout] = {}
+        self._streams: set[aiohttp.ClientResponse] = set()
 
     def _pool(self, traffic: Traffic) -> aiohttp.ClientSession:
         pool = self._pools.get(traffic)
@@ -238,6 +239,8 @@ class HttpExchange:
             with _plain_errors(timeout):
                 request = self._request(method, path, headers, body, timeout, traffic, streaming=True)
                 response = await stack.enter_async_context(request)
+            self._streams.add(response)
+            stack.callback(self._streams.discard, response)
 
             async def chunks() -> AsyncIterator[bytes]:
                 with _plain_errors(timeout):
@@ -247,7 +250,9 @@ class HttpExchange:
             yield StreamReply(response.status, _lower(response.headers), chunks())
 
     async def close(self) -> None:
-        """Close the pools."""
+        """Close the pools; whoever reads a stream is told, which aiohttp would leave waiting."""
+        for response in self._streams:
+            response.content.set_exception(ConnectionError("the client was closed"))
         for pool in self._pools.values():
             await pool.close()
 

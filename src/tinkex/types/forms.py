@@ -35,7 +35,8 @@ class Variant:
         """Read the JSON form: of this very record, or of the one of the group that the tag names."""
         if issubclass(cls, Record):
             return msgspec.convert(value, cls, dec_hook=_read_variant)
-        kinds: dict[Any, type[Any]] = {_tag_of(kind): kind for kind in cls.__subclasses__()}
+        subclasses: list[Any] = cls.__subclasses__()
+        kinds: dict[Any, type[Any]] = {_tag_of(kind): kind for kind in subclasses}
         named = value.get(cls.TAG) if isinstance(value, dict) else None
         if not isinstance(named, str) or named not in kinds:
             raise ValueError(f"{cls.TAG} is {named!r}; expected one of {', '.join(map(str, kinds))}")

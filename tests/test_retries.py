@@ -1,0 +1,490 @@
+"""RetryConfig and RetryHandler: how often, how long, how many at once, and when it is all given up."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tinkex
+from faulty import Answer, FaultyServer, Seen, faulty_server
+from tinkex import (
+    APIConnectionError,
+    APITimeoutError,
+    ModelInput,
+    RetryConfig,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    codec,
+    events,
+)
+from tinkex.errors import (
+    APIResponseValidationError,
+    BadRequestError,
+    GoneError,
+    InternalServerError,
+    RateLimitError,
+    RequestFailedError,
+)
+from tinkex.retries import RetryHandler
+from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.types.sessions import RequestErrorCategory
+
+PROMPT = ModelInput.from_ints([1, 2, 3])
+PARAMS = SamplingParams(max_tokens=3)
+QUICK = RetryConfig(retry_delay_base=0.001, retry_delay_max=0.002)
+
+# ── the configuration ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("C72", "C87")
+def test_the_numbers_of_the_policy_can_be_read() -> None:
+    config = RetryConfig()
+    assert (config.max_retries, config.retry_delay_base, config.retry_delay_max) == (None, 0.5, 10.0)
+    assert (config.jitter_factor, config.progress_timeout, config.max_connections) == (0.25, 7200.0, 1000)
+    assert (config.enable_retry_logic, config.enable_stuck_detection) == (True, True)
+
+
+@pytest.mark.covers("C72")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_connections", 0),
+        ("progress_timeout", 0.0),
+        ("retry_delay_base", 0.0),
+        ("retry_delay_base", -1.0),
+        ("retry_delay_max", 0.1),
+        ("jitter_factor", -0.1),
+        ("jitter_factor", 1.1),
+        ("max_retries", -1),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        RetryConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_the_limits_of_what_works_are_taken() -> None:
+    RetryConfig(max_connections=1, jitter_factor=0, max_retries=0, retry_delay_base=1, retry_delay_max=1)
+    RetryConfig(jitter_factor=1)
+
+
+@pytest.mark.covers("C86")
+def test_waits_double_up_to_the_most() -> None:
+    config = RetryConfig(jitter_factor=0)
+    assert [config.delay(attempt) for attempt in range(7)] == [0.5, 1, 2, 4, 8, 10, 10]
+    assert config.delay(10_000) == 10
+
+
+@pytest.mark.covers("C86", "C72")
+@pytest.mark.parametrize("attempt", [0, 2, 4, 9])
+def test_jitter_stays_within_its_share_and_under_the_most(attempt: int) -> None:
+    config = RetryConfig()
+    plain = min(0.5 * 2**attempt, 10)
+    assert config.delay(attempt, jitter=0.0) == pytest.approx(0.75 * plain)
+    assert config.delay(attempt, jitter=0.5) == pytest.approx(plain)
+    assert config.delay(attempt, jitter=1.0) == pytest.approx(min(1.25 * plain, 10))
+    drawn = {config.delay(attempt) for _ in range(200)}
+    assert len(drawn) > 1
+    assert all(0.75 * plain <= delay <= min(1.25 * plain, 10) for delay in drawn)
+
+
+def status(kind: type[Any], code: int) -> Exception:
+    error: Exception = kind("no", status_code=code)
+    return error
+
+
+@pytest.mark.covers("D12", "C72")
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (status(RateLimitError, 429), True),
+        (status(InternalServerError, 500), True),
+        (status(InternalServerError, 503), True),
+        (status(tinkex.ConflictError, 409), True),
+        (status(GoneError, 410), True),
+        (APIConnectionError("cut off"), True),
+        (APITimeoutError("late"), True),
+        (TimeoutError(), True),
+        (status(BadRequestError, 400), False),
+        (status(tinkex.AuthenticationError, 401), False),
+        (APIResponseValidationError("not a sample"), False),
+        (RequestFailedError("bad input", request_id="q", category=RequestErrorCategory.Server), False),
+        (ValueError("a mistake"), False),
+    ],
+)
+def test_only_passing_failures_are_tried_again(error: Exception, again: bool) -> None:
+    assert RetryConfig().is_retryable(error) is again
+
+
+def test_the_server_may_overrule_and_so_may_the_user() -> None:
+    error = InternalServerError("no", status_code=500)
+    error.should_retry = False
+    assert not RetryConfig().is_retryable(error)
+    refused = BadRequestError("no", status_code=400)
+    refused.should_retry = True
+    assert RetryConfig().is_retryable(refused)
+    assert RetryConfig(retryable_exceptions=(KeyError,)).is_retryable(KeyError("x"))
+    assert not RetryConfig(retryable_exceptions=()).is_retryable(APIConnectionError("cut off"))
+
+
+# ── the handler, on a user's own function ────────────────────────────────────────────────────────────────────────
+
+
+async def pause(seconds: float, value: str = "") -> str:
+    await asyncio.sleep(seconds)
+    return value
+
+
+class Flaky:
+    """Fails so many times, then gives what it was called with."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors, self.calls = list(errors), 0
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return args, kwargs
+
+
+@pytest.fixture
+def heard() -> Iterator[list[tuple[str, dict[str, Any], dict[str, Any]]]]:
+    """The events of retries, shortly named."""
+    found: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+    names = [events.RETRY_START, events.RETRY_STOP, events.RETRY_RETRY, events.RETRY_FAILED]
+    events.attach(
+        "retries", names, lambda name, numbers, facts: found.append((name.split(".")[-1], {**numbers}, {**facts}))
+    )
+    yield found
+    events.detach("retries")
+
+
+@pytest.mark.covers("C86")
+async def test_any_function_can_be_tried_again(heard: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    flaky = Flaky(APIConnectionError("one"), TimeoutError("two"))
+    handler = RetryHandler(QUICK, "my calls")
+    with caplog.at_level(logging.WARNING, "tinkex"):
+        assert await handler.execute(flaky, 1, key=2) == ((1,), {"key": 2})
+    assert flaky.calls == 3
+    assert "my calls: one; trying again in 0.0 s" in caplog.text
+    assert [(name, facts["attempt"]) for name, _, facts in heard] == [
+        ("start", 0),
+        ("retry", 0),
+        ("start", 1),
+        ("retry", 1),
+        ("start", 2),
+        ("stop", 2),
+    ]
+    for name, numbers, facts in heard:
+        contents = events.CATALOGUE[f"tinkex.retry.attempt.{name}"]
+        assert set(numbers) == set(contents.measurements)
+        assert set(facts) == {*contents.metadata, "name"}
+    assert 0.75 <= heard[1][1]["delay_ms"] <= 1.25
+    assert str(heard[3][2]["error"]) == "two"
+
+
+@pytest.mark.covers("C86")
+async def test_the_last_failure_is_raised_as_it_was(heard: list[Any]) -> None:
+    failures = [APIConnectionError(str(number)) for number in range(5)]
+    flaky = Flaky(*failures)
+    with pytest.raises(APIConnectionError) as caught:
+        await RetryHandler(RetryConfig(retry_delay_base=0.001, max_retries=2)).execute(flaky)
+    assert caught.value is failures[2]
+    assert flaky.calls == 3
+    assert [name for name, *_ in heard] == ["start", "retry", "start", "retry", "start", "failed"]
+
+
+@pytest.mark.parametrize("config", [RetryConfig(enable_retry_logic=False), RetryConfig(max_retries=0)])
+async def test_without_retries_a_function_is_called_once(config: RetryConfig) -> None:
+    flaky = Flaky(APIConnectionError("cut off"))
+    with pytest.raises(APIConnectionError):
+        await RetryHandler(config).execute(flaky)
+    assert flaky.calls == 1
+
+
+async def test_mistakes_are_not_repeated() -> None:
+    flaky = Flaky(ZeroDivisionError("a mistake"))
+    with pytest.raises(ZeroDivisionError):
+        await RetryHandler(QUICK).execute(flaky)
+    assert flaky.calls == 1
+
+
+async def test_a_server_that_asks_for_more_time_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("tinkex.retries.asyncio.sleep", sleep)
+    await RetryHandler(QUICK).execute(Flaky(RateLimitError("no", status_code=429, retry_after=7.0)))
+    assert slept == [7.0]
+
+
+@pytest.mark.covers("C73", "24.sampling.6")
+@pytest.mark.parametrize("limit", [1, 3])
+async def test_so_many_run_at_once_and_no_more(limit: int) -> None:
+    running, most = 0, 0
+
+    async def call() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+
+    handler = RetryHandler(RetryConfig(max_connections=limit))
+    await asyncio.gather(*(handler.execute(call) for _ in range(10)))
+    assert most == limit
+
+
+@pytest.mark.covers("C73")
+async def test_a_place_is_held_through_all_attempts_and_then_given_up() -> None:
+    handler, order = RetryHandler(RetryConfig(max_connections=1, retry_delay_base=0.01)), list[str]()
+    flaky = Flaky(APIConnectionError("cut off"))
+
+    async def call(name: str) -> None:
+        order.append(name)
+        if name == "first":
+            await flaky()
+
+    await asyncio.gather(handler.execute(call, "first"), handler.execute(call, "second"))
+    assert order == ["first", "first", "second"]
+    cancelled = asyncio.ensure_future(handler.execute(pause, 10))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    await asyncio.wait_for(handler.execute(call, "third"), 1)
+
+
+# ── when nothing comes through ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("C72", "C86")
+async def test_what_is_stuck_is_given_up_with_an_error_that_says_so() -> None:
+    handler = RetryHandler(RetryConfig(progress_timeout=0.1), "sampling from x")
+    outcomes = await asyncio.gather(*(handler.execute(pause, 10) for _ in range(3)), return_exceptions=True)
+    for outcome in outcomes:
+        assert isinstance(outcome, APIConnectionError)
+        assert "sampling from x: nothing has come through for 0.1 s" in str(outcome)
+        assert "progress_timeout" in (outcome.hint or "")
+    assert await handler.execute(pause, 0, "fine") == "fine"
+
+
+@pytest.mark.parametrize("ending", ["success", "refusal"])
+async def test_nothing_is_given_up_while_anything_comes_through(ending: str) -> None:
+    handler = RetryHandler(RetryConfig(progress_timeout=0.15))
+    slow = asyncio.ensure_future(handler.execute(pause, 0.4, "slow but sure"))
+    for _ in range(6):
+        await asyncio.sleep(0.05)
+        flaky = Flaky() if ending == "success" else Flaky(BadRequestError("no", status_code=400))
+        await asyncio.gather(handler.execute(flaky), return_exceptions=True)
+    assert await slow == "slow but sure"
+
+
+async def test_what_is_cancelled_has_not_come_through() -> None:
+    handler = RetryHandler(RetryConfig(progress_timeout=0.15))
+    stuck = asyncio.ensure_future(handler.execute(pause, 10))
+    for _ in range(6):
+        other = asyncio.ensure_future(handler.execute(pause, 10))
+        await asyncio.sleep(0.04)
+        other.cancel()
+    with pytest.raises(APIConnectionError, match="nothing has come through"):
+        await asyncio.wait_for(stuck, 1)
+
+
+async def test_what_began_later_is_given_up_later() -> None:
+    handler = RetryHandler(RetryConfig(progress_timeout=0.2))
+    first = asyncio.ensure_future(handler.execute(pause, 10))
+    await asyncio.sleep(0.15)
+    second = asyncio.ensure_future(handler.execute(pause, 0.15, "in time"))
+    with pytest.raises(APIConnectionError):
+        await first
+    assert await second == "in time"
+
+
+async def test_stuck_detection_can_be_turned_off() -> None:
+    handler = RetryHandler(RetryConfig(progress_timeout=0.05, enable_stuck_detection=False))
+    assert await handler.execute(pause, 0.15, "late") == "late"
+
+
+async def test_a_caller_that_gives_up_at_the_same_moment_is_heard() -> None:
+    handler = RetryHandler(RetryConfig(progress_timeout=10))
+    call = asyncio.ensure_future(handler.execute(pause, 10))
+    await asyncio.sleep(0.01)
+    handler._progress -= 20
+    for task in handler._running:
+        handler._running[task] -= 20
+    handler._look()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+@pytest.mark.covers("C72")
+async def test_failures_are_repeated_for_as_long_as_progress_allows() -> None:
+    now = [0.0]
+
+    async def failing() -> None:
+        now[0] += 40
+        raise APIConnectionError("cut off")
+
+    handler = RetryHandler(
+        RetryConfig(progress_timeout=100, retry_delay_base=0.001, enable_stuck_detection=False), clock=lambda: now[0]
+    )
+    with pytest.raises(APIConnectionError, match="cut off"):
+        await handler.execute(failing)
+    assert now[0] == 120
+
+
+# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bulk(tokens: list[int]) -> Answer:
+    response = SampleResponse([SampledSequence("length", tokens_np=np.array(tokens, np.int32))])
+    return Answer(body=codec.encode(response).data, content_type=codec.PROTOBUF)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """A server of samples, each polled for by itself, and short waits."""
+    monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.01)
+    with faulty_server() as server:
+        server.script("create_sampling_session", Answer(body={"sampling_session_id": "x"}))
+        server.script("asample", lambda seen: Answer(body={"request_id": f"q{seen.json['seq_id']}"}))
+        server.script("retrieve_future", lambda seen: bulk([int(seen.json["request_id"][1:])]))
+        yield server
+
+
+@pytest.fixture
+def make(faulty: FaultyServer) -> Iterator[Callable[..., SamplingClient]]:
+    services: list[ServiceClient] = []
+
+    def sampler(config: RetryConfig | None = None, **flags: Any) -> SamplingClient:
+        faulty.script("client/config", Answer(body=flags))
+        services.append(ServiceClient(base_url=faulty.base_url, api_key="tml-x"))
+        return services[-1].create_sampling_client(base_model="m", retry_config=config)
+
+    yield sampler
+    for service in services:
+        service.close().result(10)
+
+
+def numbers(faulty: FaultyServer) -> list[int]:
+    return [seen.json["seq_id"] for seen in faulty.requests("asample")]
+
+
+def drawn(sampler: SamplingClient) -> list[int]:
+    return sampler.sample(PROMPT, 1, PARAMS).result(10).sequences[0].tokens
+
+
+@pytest.mark.covers("24.code.14", "C72", "24.sampling.1", "C67")
+def test_a_result_that_is_gone_makes_a_sample_be_submitted_again_under_a_new_number(
+    faulty: FaultyServer, make: Callable[..., SamplingClient], heard: list[Any]
+) -> None:
+    sampler = make(QUICK)
+    faulty.script("retrieve_future", Answer(410, {"detail": "expired"}), lambda seen: bulk([9]))
+    assert drawn(sampler) == [9]
+    assert numbers(faulty) == [0, 1]
+    assert [name for name, *_ in heard] == ["start", "retry", "start", "stop"]
+    assert heard[0][2]["name"] == "sampling from x"
+
+
+@pytest.mark.covers("C72")
+def test_a_poll_that_is_lost_for_too_long_makes_a_sample_be_submitted_again(
+    faulty: FaultyServer, make: Callable[..., SamplingClient]
+) -> None:
+    sampler = make(QUICK)
+    transport = sampler._session.transport
+    transport.config = dataclasses.replace(transport.config, patience=0.05)
+    broken = [Answer(drop=True)] * 40
+
+    def poll(seen: Seen) -> Answer:
+        return broken.pop() if seen.json["request_id"] == "q0" else bulk([1])
+
+    faulty.script("retrieve_future", poll)
+    assert drawn(sampler) == [1]
+    assert numbers(faulty) == [0, 1]
+
+
+@pytest.mark.covers("C72")
+def test_retries_can_be_bounded(faulty: FaultyServer, make: Callable[..., SamplingClient]) -> None:
+    sampler = make(RetryConfig(max_retries=2, retry_delay_base=0.001))
+    faulty.script("retrieve_future", Answer(410, {"detail": "expired"}))
+    with pytest.raises(GoneError, match="expired"):
+        drawn(sampler)
+    assert numbers(faulty) == [0, 1, 2]
+
+
+@pytest.mark.covers("24.sampling.7", "C68")
+@pytest.mark.parametrize("status_code", [400, 500])
+@pytest.mark.parametrize("how", ["the client's wish", "the server's"])
+def test_without_retries_a_failure_surfaces_once_and_pauses_nobody(
+    faulty: FaultyServer, make: Callable[..., SamplingClient], status_code: int, how: str
+) -> None:
+    config = RetryConfig(enable_retry_logic=False) if how == "the client's wish" else None
+    sampler = make(config, sample_no_retries=how == "the server's")
+    faulty.script("asample", Answer(status_code, {"detail": "no such luck"}))
+    with pytest.raises(tinkex.APIStatusError, match="no such luck") as caught:
+        drawn(sampler)
+    assert caught.value.status_code == status_code
+    assert len(numbers(faulty)) == 1
+    gate = sampler._session.gate
+    assert gate.backoff.until == 0
+    assert not gate.backoff.recently
+
+
+def test_without_retries_back_pressure_surfaces_once_and_pauses_the_others(
+    faulty: FaultyServer, make: Callable[..., SamplingClient]
+) -> None:
+    sampler = make(RetryConfig(enable_retry_logic=False))
+    faulty.script("asample", Answer(429, {"detail": "slow down"}))
+    with pytest.raises(RateLimitError, match="slow down"):
+        drawn(sampler)
+    assert len(numbers(faulty)) == 1
+    assert sampler._session.gate.backoff.recently
+
+
+def test_a_sampler_that_is_gone_is_not_asked_again(faulty: FaultyServer, make: Callable[..., SamplingClient]) -> None:
+    sampler = make(QUICK)
+    faulty.script("asample", Answer(410, {"detail": "the session has ended"}))
+    with pytest.raises(GoneError, match="the session has ended"):
+        drawn(sampler)
+    assert numbers(faulty) == [0]
+
+
+@pytest.mark.covers("C73", "24.sampling.6")
+@pytest.mark.parametrize(("wished", "allowed", "most"), [(2, 5, 2), (5, 2, 2), (None, 3, 3)])
+def test_as_many_samples_are_under_way_as_both_sides_allow(
+    faulty: FaultyServer, make: Callable[..., SamplingClient], wished: int | None, allowed: int, most: int
+) -> None:
+    config = RetryConfig(max_connections=wished) if wished else None
+    sampler = make(config, sample_max_concurrent_requests=allowed)
+    held = Answer(body=bulk([1]).body, content_type=codec.PROTOBUF, delay=0.2)
+    faulty.script("retrieve_future", held)
+    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(6)]
+    futures[0].result(10)
+    first = faulty.requests("asample")[0].when
+    assert len([seen for seen in faulty.requests("asample") if seen.when - first < 0.15]) == most
+    for future in futures:
+        future.result(10)
+
+
+def test_samples_that_are_stuck_say_so(faulty: FaultyServer, make: Callable[..., SamplingClient]) -> None:
+    sampler = make(RetryConfig(progress_timeout=0.2))
+    faulty.script("retrieve_future", Answer(408, {"queue_state": "active"}, delay=3))
+    with pytest.raises(APIConnectionError, match=r"sampling from x: nothing has come through for 0.2 s"):
+        drawn(sampler)
+
+
+def test_the_server_may_turn_stuck_detection_off(faulty: FaultyServer, make: Callable[..., SamplingClient]) -> None:
+    sampler = make(RetryConfig(progress_timeout=0.05), sample_enable_stuck_detection=False)
+    faulty.script("retrieve_future", Answer(body=bulk([4]).body, content_type=codec.PROTOBUF, delay=0.2))
+    assert drawn(sampler) == [4]
