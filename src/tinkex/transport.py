@@ -15,6 +15,7 @@ import platform
 import random
 import time
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -166,6 +167,7 @@ class HttpExchange:
         self._pool_sizes = {**POOL_SIZES, **(pool_sizes or {})}
         self._pools: dict[str, aiohttp.ClientSession] = {}
         self._timeouts: dict[tuple[float, bool], aiohttp.ClientTimeout] = {}
+        _exchanges.add(self)
 
     def _pool(self, traffic: Traffic) -> aiohttp.ClientSession:
         pool = self._pools.get(traffic)
@@ -254,6 +256,27 @@ class HttpExchange:
         """Close the pools."""
         for pool in self._pools.values():
             await pool.close()
+
+    def disown(self) -> None:
+        """In a forked child: leave the connections to the parent, which goes on using them."""
+        for pool in self._pools.values():
+            _inherited.append(pool.connector)
+            pool.detach()
+        self._pools.clear()
+
+
+_exchanges: weakref.WeakSet[HttpExchange] = weakref.WeakSet()
+_inherited: list[object] = []
+"""Connections of the process that this one was forked from: dropping them would close them."""
+
+
+def _disown_all() -> None:
+    for exchange in list(_exchanges):
+        exchange.disown()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown_all)
 
 
 def _lower(headers: Mapping[str, str]) -> dict[str, str]:
