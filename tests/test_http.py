@@ -102,7 +102,11 @@ def test_which_query_wins(faulty: FaultyServer) -> None:
         assert last(faulty).path == "things?a=default&b=default&c=default&d=x"
 
 
-@pytest.mark.parametrize("params", [{" ": 1}, {"": 1}, {"a": [1]}, {"a": {}}, {"a": object()}], ids=repr)
+@pytest.mark.parametrize(
+    "params",
+    [{" ": 1}, {"": 1}, {"a": [1]}, {"a": {}}, {"a": object()}],
+    ids=["blank", "empty", "list", "mapping", "object"],
+)
 def test_what_is_no_query_is_refused_at_once(faulty: FaultyServer, http: HttpClient, params: Any) -> None:
     with pytest.raises(ValueError, match="query parameter"):
         http.get("things", params=params)

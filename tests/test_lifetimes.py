@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 import tinkex
+from faulty import Answer, faulty_server
 from support import MODEL, Wire, make_data, sample_json, serving, step_json
 from tinkex import AdamParams, LocalBackend, ModelInput, SamplingParams, ServiceClient
 from tinkex.engine import EngineError
@@ -29,10 +32,18 @@ PROMPT = ModelInput.from_ints([1, 2, 3])
 
 def run_program(text: str, *arguments: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
     """Run a program of its own."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "PYTHONWARNINGS": "default"}
+    places = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": places, "PYTHONWARNINGS": "default"}
     return subprocess.run(
         [sys.executable, "-c", text, *arguments], env=environment, capture_output=True, text=True, timeout=seconds
     )
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.005)
 
 
 # ── calls and closing ────────────────────────────────────────────────────────────────────────────────────────────
@@ -64,6 +75,75 @@ def test_an_error_in_the_block_is_what_the_caller_sees(tmp_path: Path, caplog: p
         with pytest.raises(KeyError, match="mine"):
             fail(backend.base_url)
         assert "3 calls under way: they are dropped" in caplog.text or "2 calls" in caplog.text
+
+
+@pytest.mark.covers("C33")
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(None, "success"), (KeyError("mine"), "errored"), (KeyboardInterrupt(), "interrupted")],
+    ids=["success", "errored", "interrupted"],
+)
+def test_the_first_reason_for_the_end_stays(
+    error: BaseException | None, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with faulty_server() as server:
+
+        def use(service: ServiceClient) -> None:
+            with service:
+                service.get_server_capabilities()
+                if error is not None:
+                    raise error
+
+        service = ServiceClient(base_url=server.base_url)
+        with pytest.raises(type(error)) if error is not None else contextlib.nullcontext():
+            use(service)
+        service.close("interrupted", "once more").result(5)
+        asyncio.run(_closed(service))
+        (finished,) = server.requests("sessions/s/finish")
+        assert finished.json == {"reason": {"type": reason}, "detail": repr(error) if error is not None else None}
+        with pytest.raises(RuntimeError, match="closed"):
+            service.get_server_capabilities()
+    assert caplog.text == ""
+
+
+async def _closed(service: ServiceClient) -> None:
+    await service.close()
+
+
+@pytest.mark.covers("C33")
+def test_a_client_that_was_never_used_has_nothing_to_end() -> None:
+    with faulty_server() as server:
+        with ServiceClient(base_url=server.base_url):
+            pass
+        assert server.seen == []
+
+
+@pytest.mark.covers("C33")
+@pytest.mark.parametrize(("answer", "word"), [(Answer(404), ""), (Answer(403, {"detail": "no"}), "403: no")])
+def test_a_server_that_cannot_end_a_session_is_no_error(
+    answer: Answer, word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with faulty_server() as server:
+        server.script("sessions/s/finish", answer)
+        with ServiceClient(base_url=server.base_url) as service:
+            service.get_server_capabilities()
+        assert len(server.requests("sessions/s/finish")) == 1
+        wait_until(lambda: server.open_connections == 0)
+    assert (word in caplog.text) if word else caplog.text == ""
+
+
+@pytest.mark.covers("C33")
+def test_closing_while_the_session_is_being_opened_ends_the_call_that_waits() -> None:
+    with faulty_server() as server:
+        server.script("create_session", Answer(body={"session_id": "s"}, delay=2))
+        service = ServiceClient(base_url=server.base_url)
+        waiting = tinkex.SamplingClient.create(service.holder, base_model="m")
+        wait_until(lambda: server.requests("create_session"))
+        began = time.monotonic()
+        service.close().result(5)
+        with pytest.raises(tinkex.TinkerError):
+            waiting.result(5)
+        assert time.monotonic() - began < 1.0
 
 
 @pytest.mark.covers("W06")
@@ -153,6 +233,55 @@ service.close("success").result(10)
     assert done.returncode == 0, done.stderr
     assert "inherited: get_server_capabilities: this client was made before the process forked" in done.stdout
     assert "fresh: fake" in done.stdout
+
+
+FORKING = """
+import gc, os, sys, time, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+import tinkex
+service = tinkex.ServiceClient(base_url=sys.argv[1])
+service.get_server_capabilities()
+waiting = tinkex.SamplingClient.create(service.holder, base_model="m")
+time.sleep(0.2)
+child = os.fork()
+if child == 0:
+    if sys.argv[2] == "drops":
+        del service, waiting
+        gc.collect()
+        time.sleep(0.2)
+        os._exit(0)
+    elif sys.argv[2] == "closes":
+        service.close().result(5)
+        os._exit(0)
+    sys.exit(0)
+os.waitpid(child, 0)
+began = time.monotonic()
+service.get_server_capabilities()
+print(time.monotonic() - began)
+waiting.result(5)
+service.close("errored", "by the parent").result(5)
+"""
+
+
+@pytest.mark.covers("W15")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("way", ["drops", "closes", "ends"])
+def test_a_forked_child_does_nothing_to_the_connections_of_its_parent(way: str) -> None:
+    """Whatever it does to the client that it inherited, the parent's goes on, over the connections it had.
+
+    One of them is idle when the process forks, and one waits for an answer.
+    """
+    with faulty_server() as server:
+        server.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}, delay=1.0))
+        done = run_program(FORKING, server.base_url, way, seconds=15)
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout) < 1.0
+        assert "Unclosed" not in done.stderr
+        asked = server.requests("get_server_capabilities")
+        assert asked[0].connection == asked[1].connection
+        assert len(server.requests("create_sampling_session")) == 1
+        (finished,) = server.requests("sessions/s/finish")
+        assert finished.json == {"reason": {"type": "errored"}, "detail": "by the parent"}
 
 
 # ── sessions and their work ──────────────────────────────────────────────────────────────────────────────────────

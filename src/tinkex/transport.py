@@ -16,6 +16,7 @@ import random
 import time
 import traceback
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -156,6 +157,7 @@ class HttpExchange:
         self._pools: dict[str, aiohttp.ClientSession] = {}
         self._timeouts: dict[tuple[float, bool], aiohttp.ClientTimeout] = {}
         self._streams: set[aiohttp.ClientResponse] = set()
+        _exchanges.add(self)
 
     def _pool(self, traffic: Traffic) -> aiohttp.ClientSession:
         pool = self._pools.get(traffic)
@@ -255,6 +257,27 @@ class HttpExchange:
             response.content.set_exception(ConnectionError("the client was closed"))
         for pool in self._pools.values():
             await pool.close()
+
+    def disown(self) -> None:
+        """In a forked child: leave the connections to the parent, which goes on using them."""
+        for pool in self._pools.values():
+            _inherited.append(pool.connector)
+            pool.detach()
+        self._pools.clear()
+
+
+_exchanges: weakref.WeakSet[HttpExchange] = weakref.WeakSet()
+_inherited: list[object] = []
+"""Connections of the process that this one was forked from: dropping them would close them."""
+
+
+def _disown_all() -> None:
+    for exchange in list(_exchanges):
+        exchange.disown()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown_all)
 
 
 class _Upload(io.BytesIO):
