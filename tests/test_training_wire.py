@@ -460,20 +460,22 @@ def test_a_call_of_any_kind_given_up_while_it_waits_leaves_no_gap(
 @pytest.mark.covers("W02")
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_of_any_kind_given_up_while_it_is_sent_still_arrives(
-    faulty: FaultyServer, server: Server, client: TrainingClient, call: str
+    faulty: FaultyServer, server: Server, client: TrainingClient, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is given up between a failed attempt and the next: that one is still made, and only then the next call's."""
+    monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.1)
     path = PATHS[call]
-
-    def slow(seen: Seen) -> Answer:
-        answer = server.take(seen) if path == "forward_backward" else Answer(body={"request_id": path})
-        return Answer(body=answer.body, delay=0.15)
-
-    faulty.script(path, slow)
+    good: Any = server.take if path == "forward_backward" else Answer(body={"request_id": path})
+    faulty.script(path, Answer(503), good)
     given_up = CALLS[call](client)
     wait_until(lambda: len(faulty.requests(path)) > 0)
+    time.sleep(0.02)
     assert given_up.cancel()
     next_step(client, faulty, 1)
-    assert len(passes(faulty)) == (path == "forward_backward")  # a custom loss goes no further
+    refused, accepted = faulty.requests(path)[:2]
+    assert accepted.body == refused.body
+    assert accepted.when < faulty.requests("optim_step")[-1].when
+    assert len(passes(faulty)) == 2 * (path == "forward_backward")  # a custom loss goes no further
     assert spent(faulty) == []
 
 
