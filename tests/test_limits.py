@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -312,3 +313,35 @@ async def test_gates_are_shared_by_their_key() -> None:
     assert shared_gate(("https://a", "k1"), 99) is first
     assert shared_gate(("https://a", "k2"), 10) is not first
     assert shared_gate(("https://b", "k1"), 10) is not first
+
+
+@pytest.mark.covers("C89", "D09")
+def test_one_probe_is_let_through_whatever_thread_asks() -> None:
+    def clock() -> float:
+        time.sleep(0.002)  # whoever looks at the clock gives the others time to look as well
+        return 100.0
+
+    breaker = CircuitBreaker(failure_threshold=1, reset_seconds=0, clock=clock)
+    breaker.fail()
+    release, let_through, refused = threading.Event(), list[int](), list[int]()
+
+    async def probe(number: int) -> None:
+        let_through.append(number)
+        await asyncio.to_thread(release.wait, 10)
+
+    def ask(number: int) -> None:
+        try:
+            asyncio.run(breaker.call(lambda: probe(number)))
+        except CircuitOpenError:
+            refused.append(number)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 5
+    while len(refused) < 5 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    release.set()
+    for thread in threads:
+        thread.join(10)
+    assert (len(let_through), len(refused)) == (1, 5)
