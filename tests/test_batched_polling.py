@@ -155,10 +155,11 @@ def test_nothing_is_polled_when_nobody_waits_any_more(fake_url: Callable[..., st
         eventually(lambda: len(poller._waiting) == 3)
         endless[0].cancel()
         time.sleep(0.05)
-        assert poller._task is not None
+        task = poller._task
+        assert task is not None
         endless[1].cancel()
         endless[2].cancel()
-        eventually(lambda: poller._task is None)
+        eventually(lambda: poller._task is None and task.done())
         assert left_behind(sampler) == {}
         polled = paths["retrieve_futures"]
         time.sleep(0.2)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
 from tinkex.errors import BadRequestError, InternalServerError
 from tinkex.limits import (
+    DISPATCHES,
     THROTTLED_DISPATCHES,
     Backoff,
     BreakerRegistry,
@@ -17,6 +20,7 @@ from tinkex.limits import (
     CircuitBreaker,
     CircuitOpenError,
     DispatchGate,
+    shared_gate,
 )
 
 
@@ -253,3 +257,91 @@ async def test_a_registry_shares_breakers_by_name() -> None:
     assert registry.get("POST asample").state == "closed"
     registry.delete("POST asample")
     assert registry.states() == {"GET healthz": "closed"}
+
+
+@pytest.mark.covers("C89")
+def test_no_failure_is_lost_between_threads() -> None:
+    registry, together = BreakerRegistry(failure_threshold=8 * 500), threading.Barrier(8)
+
+    def fail() -> None:
+        together.wait()
+        for _ in range(500):
+            registry.get("POST asample").fail()
+
+    threads = [threading.Thread(target=fail) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert registry.states() == {"POST asample": "open"}
+
+
+@pytest.mark.covers("C89")
+def test_settings_count_for_breakers_that_are_not_there_yet() -> None:
+    registry = BreakerRegistry(failure_threshold=2)
+    breaker = registry.get("a")
+    assert registry.get("a") is breaker
+    assert breaker.failure_threshold == 2
+    assert registry.states() == {"a": "closed"}
+
+
+@pytest.mark.covers("C70", "D28")
+async def test_whoever_gives_up_at_the_gate_takes_nothing_with_them() -> None:
+    clock = Clock()
+    gate = DispatchGate(1000, Backoff(clock))
+    gate.backoff.pause(3600)
+    waiting = [asyncio.create_task(gate.enter(10)) for _ in range(THROTTLED_DISPATCHES + 5)]
+    await settled()
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    clock.now += 4000
+    async with gate.passed(10):
+        assert gate._bytes.left == 990
+    assert gate._bytes.left == 1000
+    assert gate._few._value == THROTTLED_DISPATCHES
+    assert gate._all._value == DISPATCHES
+    with pytest.raises(RuntimeError):
+        async with gate.passed(10):
+            raise RuntimeError
+    assert gate._bytes.left == 1000
+
+
+@pytest.mark.covers("C69")
+async def test_gates_are_shared_by_their_key() -> None:
+    first = shared_gate(("https://a", "k1"), 10)
+    assert shared_gate(("https://a", "k1"), 99) is first
+    assert shared_gate(("https://a", "k2"), 10) is not first
+    assert shared_gate(("https://b", "k1"), 10) is not first
+
+
+@pytest.mark.covers("C89", "D09")
+def test_one_probe_is_let_through_whatever_thread_asks() -> None:
+    def clock() -> float:
+        time.sleep(0.002)  # whoever looks at the clock gives the others time to look as well
+        return 100.0
+
+    breaker = CircuitBreaker(failure_threshold=1, reset_seconds=0, clock=clock)
+    breaker.fail()
+    release, let_through, refused = threading.Event(), list[int](), list[int]()
+
+    async def probe(number: int) -> None:
+        let_through.append(number)
+        await asyncio.to_thread(release.wait, 10)
+
+    def ask(number: int) -> None:
+        try:
+            asyncio.run(breaker.call(lambda: probe(number)))
+        except CircuitOpenError:
+            refused.append(number)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 5
+    while len(refused) < 5 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    release.set()
+    for thread in threads:
+        thread.join(10)
+    assert (len(let_through), len(refused)) == (1, 5)
