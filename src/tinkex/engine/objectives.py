@@ -133,6 +133,8 @@ class GraphLoss:
     def _input(self, index: int, datum: Datum, name: str, rank: int) -> Array:
         tensor = present(index, datum, name)
         shape = [tensor.values.size] if tensor.shape is None else tensor.shape
+        if rank == 0 and shape == [1]:  # protobuf has no other way to write a single number
+            return tensor.to_numpy().reshape(())
         self._check_rank(index, name, shape, rank)
         if rank > 0:
             check_shape(index, name, tensor, datum.model_input.length)
