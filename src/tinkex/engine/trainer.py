@@ -83,8 +83,8 @@ def run_pass(
             evaluated = objective.evaluate(logprobs_M, examples, indices, backward=backward)
             results.put(indices, logprobs_M, evaluated)
             if evaluated.grad_M is not None:
+                _check_finite("gradient of the loss", evaluated.grad_M.cpu().numpy(), results.starts, indices)
                 logprobs_M.backward(evaluated.grad_M)  # type: ignore[no-untyped-call]
-    results.check()
     if scratch is not None:
         if not bool(torch.isfinite(scratch.sum())):
             raise EngineError("the gradient is not finite; nothing was added")
@@ -160,18 +160,13 @@ class Results:
         return cls(starts, np.zeros(starts[-1]), loss_starts, np.zeros(loss_starts[-1]), {})
 
     def put(self, indices: list[int], logprobs_M: torch.Tensor, evaluated: Evaluated) -> None:
-        """Store the results of a micro-batch."""
+        """Store the results of a micro-batch; losses that overflowed are refused."""
+        losses_L = evaluated.losses_L.detach().double().cpu().numpy()
+        _check_finite("loss", losses_L, self.loss_starts, indices)
+        self.losses_L[_places(self.loss_starts, indices)] = losses_L
         self.logprobs_M[_places(self.starts, indices)] = logprobs_M.detach().double().cpu().numpy()
-        self.losses_L[_places(self.loss_starts, indices)] = evaluated.losses_L.detach().double().cpu().numpy()
         for name, values in evaluated.metrics.items():
             self.metrics_N.setdefault(name, np.zeros(self.starts.size - 1))[indices] = values
-
-    def check(self) -> None:
-        """Refuse losses that overflowed, such as a ratio to a log-probability of -1000."""
-        bad = np.flatnonzero(~np.isfinite(self.losses_L))
-        if bad.size:
-            index = int(np.searchsorted(self.loss_starts, bad[0], side="right")) - 1
-            raise EngineError(f"datum {index}: the loss is not finite; nothing was added")
 
     def output(self, examples: Examples, objective: Objective) -> ForwardBackwardOutput:
         """One record per datum, and the sums."""
@@ -195,6 +190,14 @@ class Results:
 
 def _places(starts: Array, indices: list[int]) -> Array:
     return np.concatenate([np.arange(starts[i], starts[i + 1]) for i in indices])
+
+
+def _check_finite(what: str, values: Array, starts: Array, indices: list[int]) -> None:
+    """Refuse what overflowed, such as a ratio to a log-probability of -1000, and name its datum."""
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        index = int(np.searchsorted(starts, _places(starts, indices)[bad[0]], side="right")) - 1
+        raise EngineError(f"datum {index}: the {what} is not finite; nothing was added")
 
 
 def target_logprobs(
