@@ -729,7 +729,7 @@ def test_clients_are_told_what_this_server_can_do(wire: Wire) -> None:
     assert config["sample_use_retrieve_futures"] is False
     assert config["sample_join_sampling_session"] is True
     assert config["create_model_via_load_weights"] is True
-    assert config["custom_loss_server_side"] is False
+    assert config["custom_loss_server_side"] is True
     assert wire.post("client/dynamic_config", {"sdk_version": "0.36.0"})["sample_cancel_enabled"] is True
 
 

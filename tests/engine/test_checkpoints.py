@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tinkex.engine import EngineError
+from tinkex.engine.optim import AdamState
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, LoraConfig
@@ -62,6 +63,7 @@ def test_weights_alone_start_a_fresh_optimizer(engine: TorchEngine, data: Data, 
     state = engine._adapters["b"].state
     assert torch.equal(state.weights, engine._adapters["a"].state.weights)
     assert state.step == 0
+    assert isinstance(state, AdamState)
     assert not state.exp_avg.any()
     with pytest.raises(EngineError, match=r"has no optimizer\.safetensors"):
         engine.load("b", tmp_path, optimizer=True)

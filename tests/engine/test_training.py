@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
+from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
 from tinkex.engine import EngineError, decoder, trainer
-from tinkex.engine.optim import AdamState, adamw
+from tinkex.engine.lora import Layout
+from tinkex.engine.optim import AdamState, State, step
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, DimuonParams, LoraConfig
@@ -21,63 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.conftest import Checkpoint, Data
-    from tinkex.engine.trainer import Adapter
 
 LR = AdamParams(learning_rate=1e-2)
-
-
-def adapter_of(engine: TorchEngine, name: str = "a") -> Adapter:
-    return engine._adapters[name]
-
-
-def randomise(adapter: Adapter, seed: int = 3) -> None:
-    """B away from zero, else A has no gradient."""
-    noise = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(seed))
-    adapter.state = AdamState.fresh(adapter.state.weights + 0.03 * noise.to(adapter.state.weights.dtype))
-
-
-def gradients(adapter: Adapter) -> dict[str, torch.Tensor]:
-    assert adapter.grad is not None
-    return dict(adapter.layout.tensors(adapter.grad))
-
-
-def reference_loss(name: str, p: torch.Tensor, datum: Datum, settings: dict[str, float]) -> torch.Tensor:
-    inputs = {key: torch.from_numpy(value.to_numpy()).double() for key, value in datum.loss_fn_inputs.items()}
-    if name == "cross_entropy":
-        return -(inputs["weights"] * p).sum()
-    ratio = torch.exp(p - inputs["logprobs"])
-    if name == "importance_sampling":
-        return -(ratio * inputs["advantages"]).sum()
-    clipped = ratio.clip(settings.get("clip_low_threshold", 0.8), settings.get("clip_high_threshold", 1.2))
-    return -torch.min(ratio * inputs["advantages"], clipped * inputs["advantages"]).sum()
-
-
-def reference_run(
-    directory: Path, saved: Path, data: list[Datum], loss: str, settings: dict[str, float]
-) -> tuple[float, list[np.ndarray[Any, Any]], dict[str, torch.Tensor]]:
-    """Loss, log-probabilities and LoRA gradients by transformers, peft and autograd in float64."""
-    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
-    model = PeftModel.from_pretrained(base, str(saved), is_trainable=True, autocast_adapter_dtype=False).double()
-    total, logprobs = torch.zeros((), dtype=torch.float64), []
-    for datum in data:
-        logits = model(torch.from_numpy(datum.model_input.to_numpy()).long()[None]).logits[0]
-        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].to_numpy())
-        columns = targets if targets.ndim == 2 else targets[:, None]
-        p = logits.log_softmax(-1).gather(1, columns).reshape(targets.shape)
-        total = total + reference_loss(loss, p, datum, settings)
-        logprobs.append(p.detach().numpy())
-    total.backward()  # type: ignore[no-untyped-call]
-    grads = {
-        name.removeprefix("base_model.model.").removesuffix(".default.weight"): parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    return float(total.detach()), logprobs, grads
-
-
-def assert_near(ours: Any, theirs: Any, relative: float) -> None:
-    ours, theirs = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
-    assert np.abs(ours - theirs).max() <= relative * np.abs(theirs).max()
 
 
 CASES = [
@@ -85,6 +30,11 @@ CASES = [
     ("llama", {}, "importance_sampling", {}),
     ("llama", {}, "ppo", {}),
     ("llama", {}, "ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.01}),
+    ("llama", {}, "cispo", {}),
+    ("qwen3", {}, "cispo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.01}),
+    ("llama", {}, "dro", {"beta": 0.05}),
+    ("llama", {}, "gspo", {}),
+    ("qwen2", {}, "gspo", {"clip_low_threshold": 0.995, "clip_high_threshold": 1.001}),
     ("llama-tied", {}, "cross_entropy", {}),
     ("qwen2", {"train_unembed": False}, "ppo", {}),
     ("qwen3", {"train_mlp": False, "train_unembed": False}, "cross_entropy", {}),
@@ -289,9 +239,10 @@ STEPS = [
 def test_adamw_equals_torch() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(50, generator=generator)
+    layout = Layout([], LoraConfig(rank=4))
     parameter = torch.nn.Parameter(weights.clone())
     theirs = torch.optim.AdamW([parameter])
-    ours = AdamState.fresh(weights)
+    ours: State = AdamState.fresh(weights)
     for params in STEPS:
         grad = torch.randn(50, generator=generator)
         group = theirs.param_groups[0]
@@ -300,7 +251,7 @@ def test_adamw_equals_torch() -> None:
         scale = min(1.0, params.grad_clip_norm / float(grad.norm())) if params.grad_clip_norm else 1.0
         parameter.grad = grad * scale
         theirs.step()
-        ours, norm = adamw(ours, grad, params)
+        ours, norm = step(ours, grad, params, layout)
         assert norm == pytest.approx(float(grad.norm()))
         torch.testing.assert_close(ours.weights, parameter.data, rtol=1e-6, atol=1e-7)
     assert ours.step == len(STEPS)
@@ -338,7 +289,10 @@ def test_step_metrics_and_clearing(engine: TorchEngine, data: Data) -> None:
         (AdamParams(eps=0.0), "eps must be a finite number > 0"),
         (AdamParams(weight_decay=float("inf")), "weight_decay"),
         (AdamParams(grad_clip_norm=-1.0), "grad_clip_norm"),
-        (DimuonParams(learning_rate=1.0), "only AdamW is supported here, got DimuonParams"),
+        (
+            DimuonParams(learning_rate=1.0),
+            "optimizer is adamw: a step takes AdamParams, not DimuonParams; the",
+        ),
     ],
 )
 def test_bad_hyper_parameters(engine: TorchEngine, data: Data, params: Any, message: str) -> None:

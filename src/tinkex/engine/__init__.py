@@ -1,4 +1,4 @@
-"""The seam between the server and whatever computes: about ten synchronous methods, no HTTP, no SQL.
+"""The seam between the server and whatever computes: about fifteen synchronous methods, no HTTP, no SQL.
 
 One worker thread owns an engine and makes every call. Calls either succeed and have their whole effect, or raise and
 have none: `EngineError` with `category="user"` for what a caller did wrong, any other exception for an internal fault.
@@ -12,9 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
+from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.inputs import Datum
 from tinkex.types.sampling import SampleRequest, SampleResponse, StopReason
-from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
+from tinkex.types.training import (
+    AdamOptimizerConfig,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimizerConfigBase,
+    OptimParams,
+)
+
+ADAMW = AdamOptimizerConfig()
+"""The optimizer of an adapter unless another is asked for."""
 
 
 class EngineError(Exception):
@@ -75,8 +85,8 @@ class Engine(Protocol):
     def models(self) -> Sequence[BaseModel]:
         """The base models on offer."""
 
-    def create(self, adapter: str, base_model: str, lora: LoraConfig) -> None:
-        """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state."""
+    def create(self, adapter: str, base_model: str, lora: LoraConfig, optimizer: OptimizerConfigBase = ADAMW) -> None:
+        """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state. Its optimizer never changes."""
 
     def drop(self, adapter: str) -> None:
         """Forget an adapter; unknown names are ignored."""
@@ -92,8 +102,17 @@ class Engine(Protocol):
     ) -> ForwardBackwardOutput:
         """Validate and run a pass; with `backward`, add the gradient of the summed loss to the adapter's buffer."""
 
-    def optim_step(self, adapter: str, params: AdamParams) -> dict[str, float]:
-        """Apply and clear the gradient buffer; returns metrics named `name:reduction`."""
+    def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
+        """Take a loss that was sent as a graph; passes use it as loss `custom`, with its id in the configuration."""
+
+    def drop_losses(self, prefix: str) -> None:
+        """Forget the losses whose ids begin so."""
+
+    def optim_step(self, adapter: str, params: OptimParams) -> dict[str, float]:
+        """Apply and clear the gradient buffer; returns metrics named `name:reduction`.
+
+        The hyper-parameters must be those of the optimizer that the adapter was created with.
+        """
 
     def save(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Write PEFT files, and optimizer state beside them, into an existing empty directory."""

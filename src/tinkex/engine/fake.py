@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinkex.engine import BaseModel, DrawnToken, EngineError, Listener, SampleDone
+from tinkex.engine import ADAMW, BaseModel, DrawnToken, EngineError, Listener, SampleDone
 from tinkex.types.sampling import EMPTY_CELL, SampledSequence, SampleRequest, SampleResponse, StopReason, TopkLogprobs
 from tinkex.types.tensors import Array, TensorData
-from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
+from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig, OptimizerConfigBase, OptimParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from tinkex.types.custom_losses import CreateCustomLossRequest
     from tinkex.types.inputs import Datum
 
 SIZE = 8
 STATE = "fake.json"
-LOSSES = ("cross_entropy", "importance_sampling", "ppo")
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "custom")
 
 
 @dataclass
@@ -34,6 +35,7 @@ class _Adapter:
     base_model: str
     lora: LoraConfig
     weights: Array
+    optimizer: OptimizerConfigBase = ADAMW
     grad: Array | None = None
     step: int = 0
 
@@ -64,6 +66,7 @@ class FakeEngine:
     step_delay: float = 0.0
     fail: Callable[[str, str], None] = lambda method, subject: None
     _adapters: dict[str, _Adapter] = field(default_factory=dict)
+    _losses: set[str] = field(default_factory=set)
     _samplers: dict[str, Array] = field(default_factory=dict)
     _jobs: dict[str, _Job] = field(default_factory=dict)
 
@@ -71,13 +74,13 @@ class FakeEngine:
         """The base models on offer."""
         return self.base_models
 
-    def create(self, adapter: str, base_model: str, lora: LoraConfig) -> None:
-        """Make a fresh adapter."""
+    def create(self, adapter: str, base_model: str, lora: LoraConfig, optimizer: OptimizerConfigBase = ADAMW) -> None:
+        """Make a fresh adapter; its steps are the same whatever the optimizer."""
         self._enter("create", adapter)
         self._base(base_model)
         if adapter in self._adapters:
             raise EngineError(f"there is an adapter {adapter!r} already")
-        self._adapters[adapter] = _Adapter(base_model, lora, np.zeros(SIZE))
+        self._adapters[adapter] = _Adapter(base_model, lora, np.zeros(SIZE), optimizer)
 
     def drop(self, adapter: str) -> None:
         """Forget an adapter."""
@@ -97,6 +100,8 @@ class FakeEngine:
         target = self._adapter(adapter)
         if loss_fn not in LOSSES:
             raise EngineError(f"unknown loss {loss_fn!r}; known are {', '.join(LOSSES)}")
+        if loss_fn == "custom" and config.get("loss_id") not in self._losses:
+            raise EngineError(f"there is no custom loss {config.get('loss_id')!r}")
         grad, total, outputs = np.zeros(SIZE), 0.0, []
         for index, datum in enumerate(data):
             targets, weights = _arrays(index, datum)
@@ -108,16 +113,28 @@ class FakeEngine:
             target.grad = grad if target.grad is None else target.grad + grad
         return ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": total})
 
-    def optim_step(self, adapter: str, params: AdamParams) -> dict[str, float]:
+    def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
+        """Take a loss; whatever its graph is, its passes are those of cross-entropy."""
+        self._enter("create_loss", loss_id)
+        self._losses.add(loss_id)
+
+    def drop_losses(self, prefix: str) -> None:
+        """Forget the losses whose ids begin so."""
+        self._losses = {loss_id for loss_id in self._losses if not loss_id.startswith(prefix)}
+
+    def optim_step(self, adapter: str, params: OptimParams) -> dict[str, float]:
         """Move against the gradient."""
         self._enter("optim_step", adapter)
         target = self._adapter(adapter)
+        given = "adamw" if isinstance(params, AdamParams) else params.type
+        if given != target.optimizer.type:
+            raise EngineError(f"this run's optimizer is {target.optimizer.type}: it takes no parameters of {given}")
         norm = 0.0
         if target.grad is not None:
             norm = float(np.linalg.norm(target.grad))
-            target.weights = target.weights - params.learning_rate * target.grad
+            target.weights = target.weights - float(params.learning_rate) * target.grad
             target.step, target.grad = target.step + 1, None
-        return {"grad_norm:mean": norm, "learning_rate:mean": params.learning_rate}
+        return {"grad_norm:mean": norm, "learning_rate:mean": float(params.learning_rate)}
 
     def save(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Write the weights as a small file."""

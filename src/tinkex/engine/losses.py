@@ -1,8 +1,10 @@
 """Losses: pure functions of log-probabilities, and the checks that data must pass before anything is computed.
 
-A loss gets the log-probability of every target and the datum's other inputs as flat arrays, and returns one value per
+A loss gets the log-probability of every target and the data's other inputs as flat tensors, and returns one value per
 target. Values are summed, never averaged: the gradient of a batch is the sum over however it was split.
 To add a loss, write its function, add a row to `LOSSES`, and a float64 gradient test.
+
+Axes: M targets of a micro-batch, N data in it.
 """
 
 from __future__ import annotations
@@ -22,8 +24,14 @@ Inputs: TypeAlias = Mapping[str, torch.Tensor]
 Config: TypeAlias = Mapping[str, float]
 
 TARGETS = "target_tokens"
+SEQUENCE = "sequence"
+"""Beside a loss's inputs: for each target, the number of its datum in the micro-batch."""
+
 KNOWN_INPUTS = (TARGETS, "weights", "logprobs", "advantages", "mask")
 """Inputs that any loss accepts; those it has no use for are ignored, because programs send them along."""
+
+CUSTOM = "custom"
+"""The name under which passes use a loss that was sent as a graph."""
 
 MAX_TARGETS = 1024
 """Most targets of one position."""
@@ -31,64 +39,125 @@ MAX_TARGETS = 1024
 MEDIA = {"image": "image", "image_asset_pointer": "image", "dmel": "audio"}
 
 
-def cross_entropy(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+def cross_entropy(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """-w·p, with weights of either sign."""
-    return -inputs["weights"] * logprobs
+    return -inputs["weights"] * logprobs_M
 
 
-def importance_sampling(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+def importance_sampling(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """-r·A, with the ratio r = exp(p - q) to the policy that sampled."""
-    return -torch.exp(logprobs - inputs["logprobs"]) * inputs["advantages"]
+    return -torch.exp(logprobs_M - inputs["logprobs"]) * inputs["advantages"]
 
 
-def ppo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+def ppo(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """-min(r·A, clip(r)·A)."""
-    ratio = torch.exp(logprobs - inputs["logprobs"])
-    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-    return -torch.minimum(ratio * inputs["advantages"], clipped * inputs["advantages"])
+    return _clipped_objective(torch.exp(logprobs_M - inputs["logprobs"]), inputs)
+
+
+def cispo(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """-clip(r)·p·A, where the clipped ratio is a weight: it has no gradient of its own."""
+    ratio_M = torch.exp(logprobs_M.detach() - inputs["logprobs"])
+    return -_clip(ratio_M, inputs) * logprobs_M * inputs["advantages"]
+
+
+def dro(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """-(p·A - β/2·(p - q)²), at every position: one whose advantage is zero is still held near q."""
+    distance_M = logprobs_M - inputs["logprobs"]
+    return 0.5 * config["beta"] * distance_M**2 - logprobs_M * inputs["advantages"]
+
+
+def gspo(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """-min(s·A, clip(s)·A), with the ratio s of the whole sequence: the geometric mean over the positions marked.
+
+    Each token has the value of s and the gradient of its own log-probability. A sequence without marks has s = 1.
+    """
+    marked_M = (inputs["sequence_ratio_mask"] != 0).to(logprobs_M.dtype)
+    sequence_M = inputs[SEQUENCE]
+    zeros_N = logprobs_M.new_zeros(int(sequence_M[-1]) + 1)
+    totals_N = zeros_N.index_add(0, sequence_M, marked_M * (logprobs_M.detach() - inputs["logprobs"]))
+    means_N = totals_N / zeros_N.index_add(0, sequence_M, marked_M).clamp(min=1)
+    return _clipped_objective(torch.exp(means_N[sequence_M] + (logprobs_M - logprobs_M.detach())), inputs)
+
+
+def _clip(ratio_M: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    return ratio_M.clamp(inputs["clip_low_threshold"], inputs["clip_high_threshold"])
+
+
+def _clipped_objective(ratio_M: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    return -torch.minimum(ratio_M * inputs["advantages"], _clip(ratio_M, inputs) * inputs["advantages"])
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss and what it takes: inputs a datum must have, inputs it may have (with their fill), configuration."""
+    """A loss and what it takes.
+
+    Attributes:
+        function: Computes it.
+        required: Inputs a datum must have.
+        optional: Inputs it may have, with their fill.
+        config: Settings and their defaults; one without a default must be given.
+        by_token: Settings that a datum may give instead as an input, a value for each of its tokens.
+        several_targets: Whether a position may have several targets.
+        elementwise: Whether its values are reported.
+    """
 
     function: Callable[[torch.Tensor, Inputs, Config], torch.Tensor]
     required: Sequence[str] = ()
     optional: Mapping[str, float] = field(default_factory=dict)
-    config: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, float | None] = field(default_factory=dict)
+    by_token: Sequence[str] = ()
     several_targets: bool = False
     elementwise: bool = False
 
     @property
     def inputs(self) -> list[str]:
         """The inputs it reads, targets aside."""
-        return [*self.required, *self.optional]
+        return [*self.required, *self.optional, *self.by_token]
+
+
+POLICY = ("logprobs", "advantages")
+THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
+
+
+def _clipping(function: Callable[..., torch.Tensor], low: float, high: float, **optional: float) -> Loss:
+    config = dict(zip(THRESHOLDS, (low, high), strict=True))
+    return Loss(function, required=POLICY, optional=optional, config=config, by_token=THRESHOLDS)
 
 
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(cross_entropy, optional={"weights": 1.0}, several_targets=True, elementwise=True),
-    "importance_sampling": Loss(importance_sampling, required=("logprobs", "advantages")),
-    "ppo": Loss(
-        ppo,
-        required=("logprobs", "advantages"),
-        config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    ),
+    "importance_sampling": Loss(importance_sampling, required=POLICY),
+    "ppo": _clipping(ppo, 0.8, 1.2),
+    "cispo": _clipping(cispo, 0.0, 4.0),
+    "dro": Loss(dro, required=POLICY, config={"beta": None}),
+    "gspo": _clipping(gspo, 0.8, 1.2, sequence_ratio_mask=1.0),
 }
+
+NOT_OFFERED = {
+    "stable_reinforce": "it is computed from what is recorded while sampling (record_stability_info), and neither its "
+    "formula nor its records are documented; ppo, cispo and gspo are the losses for off-policy samples",
+}
+"""Losses that the protocol names and that are not computed here, and why."""
 
 
 def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict[str, float]]:
     """A loss by name and its configuration, defaults filled in."""
+    if name in NOT_OFFERED:
+        raise EngineError(f"loss {name!r} is not offered: {NOT_OFFERED[name]}")
     loss = LOSSES.get(name)
     if loss is None:
-        raise EngineError(f"unknown loss {name!r}; known are {', '.join(LOSSES)}")
-    settings = dict(loss.config)
+        raise EngineError(f"unknown loss {name!r}; known are {', '.join([*LOSSES, CUSTOM])}")
+    known = ", ".join(loss.config) or "none"
     for key, value in config.items():
-        if key not in settings:
-            raise EngineError(f"loss {name!r} has no setting {key!r}; known are {', '.join(settings) or 'none'}")
+        if key not in loss.config:
+            raise EngineError(f"loss {name!r} has no setting {key!r}; known are {known}")
         if isinstance(value, str) or not np.isfinite(value):
             raise EngineError(f"loss {name!r}: setting {key!r} must be a finite number, got {value!r}")
-        settings[key] = float(value)
-    return loss, settings
+    settings = {**loss.config, **config}
+    for key, setting in settings.items():
+        if setting is None:
+            raise EngineError(f"loss {name!r} needs the setting {key!r}: it has no default")
+    return loss, {key: float(setting) for key, setting in settings.items() if setting is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +169,41 @@ class Examples:
     inputs: dict[str, list[Array]]
 
 
-def read_examples(data: Sequence[Datum], loss: Loss, *, vocab: int, context: int) -> Examples:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a model has room for."""
+
+    vocab: int
+    context: int
+
+
+def read_examples(data: Sequence[Datum], loss: Loss, settings: Config, room: Room) -> Examples:
     """Check data for a loss and a model; an `EngineError` names the datum, the key and the values at fault."""
-    if not data:
-        raise EngineError("data is empty: a pass needs at least one datum")
-    tokens = [read_tokens(datum.model_input, f"datum {index}", context) for index, datum in enumerate(data)]
-    _check_range(tokens, "model_input", vocab)
-    targets = [_targets(index, datum, tokens[index].size, loss) for index, datum in enumerate(data)]
-    _check_range(targets, TARGETS, vocab)
+    allowed = {*KNOWN_INPUTS, *loss.inputs}
+    for index, datum in enumerate(data):
+        if unknown := datum.loss_fn_inputs.keys() - allowed:
+            names = ", ".join(sorted(allowed))
+            raise EngineError(f"datum {index}: unknown input {min(unknown)!r}; allowed are {names}")
+    tokens, targets = read_targets(data, 2 if loss.several_targets else 1, room)
+    fills = {**loss.optional, **{key: settings[key] for key in loss.by_token}}
     inputs: dict[str, list[Array]] = {}
     for key in loss.inputs:
-        inputs[key] = [_input(index, datum, key, targets[index], loss) for index, datum in enumerate(data)]
+        inputs[key] = [_input(index, datum, key, targets[index], fills) for index, datum in enumerate(data)]
         _check_finite(inputs[key], key)
+    if loss.by_token == THRESHOLDS:
+        _check_thresholds(*(inputs[key] for key in THRESHOLDS))
     return Examples(tokens, targets, inputs)
+
+
+def read_targets(data: Sequence[Datum], rank: int, room: Room) -> tuple[list[Array], list[Array]]:
+    """The tokens and the targets of each datum; these have at most so many axes."""
+    if not data:
+        raise EngineError("data is empty: a pass needs at least one datum")
+    tokens = [read_tokens(datum.model_input, f"datum {index}", room.context) for index, datum in enumerate(data)]
+    _check_range(tokens, "model_input", room.vocab)
+    targets = [_targets(index, datum, tokens[index].size, rank) for index, datum in enumerate(data)]
+    _check_range(targets, TARGETS, room.vocab)
+    return tokens, targets
 
 
 def read_tokens(model_input: ModelInput, where: str, context: int) -> Array:
@@ -128,24 +219,21 @@ def read_tokens(model_input: ModelInput, where: str, context: int) -> Array:
     return tokens
 
 
-def _targets(index: int, datum: Datum, length: int, loss: Loss) -> Array:
-    allowed = {*KNOWN_INPUTS, *loss.inputs}
-    if unknown := datum.loss_fn_inputs.keys() - allowed:
-        raise EngineError(f"datum {index}: unknown input {min(unknown)!r}; allowed are {', '.join(sorted(allowed))}")
-    tensor = _present(index, datum, TARGETS)
+def _targets(index: int, datum: Datum, length: int, rank: int) -> Array:
+    tensor = present(index, datum, TARGETS)
     if tensor.dtype != "int64":
         raise EngineError(f"datum {index}: {TARGETS!r} must be int64, got {tensor.dtype}")
-    shape = _check_shape(index, TARGETS, tensor, length)
-    if len(shape) > 2 or (len(shape) == 2 and not loss.several_targets):
+    shape = check_shape(index, TARGETS, tensor, length)
+    if len(shape) > rank:
         raise EngineError(f"datum {index}: {TARGETS!r} has shape {shape}; one target per position is needed")
     return tensor.to_numpy()
 
 
-def _input(index: int, datum: Datum, key: str, targets: Array, loss: Loss) -> Array:
-    if key in loss.optional and key not in datum.loss_fn_inputs:
-        return _filled(datum.loss_fn_inputs[TARGETS], targets, loss.optional[key])
-    tensor = _present(index, datum, key)
-    shape = _check_shape(index, key, tensor, len(targets))
+def _input(index: int, datum: Datum, key: str, targets: Array, fills: Config) -> Array:
+    if key in fills and key not in datum.loss_fn_inputs:
+        return _filled(datum.loss_fn_inputs[TARGETS], targets, fills[key])
+    tensor = present(index, datum, key)
+    shape = check_shape(index, key, tensor, len(targets))
     if shape != list(targets.shape):
         raise EngineError(f"datum {index}: {key!r} has shape {shape} but {TARGETS!r} has {list(targets.shape)}")
     return tensor.to_numpy()
@@ -160,14 +248,15 @@ def _filled(tensor: TensorData, targets: Array, value: float) -> Array:
     return TensorData(ones, "float32", tensor.shape, rows, columns).to_numpy()
 
 
-def _present(index: int, datum: Datum, key: str) -> TensorData:
+def present(index: int, datum: Datum, key: str) -> TensorData:
+    """An input that a datum must have."""
     tensor = datum.loss_fn_inputs.get(key)
     if tensor is None:
         raise EngineError(f"datum {index}: input {key!r} is missing")
     return tensor
 
 
-def _check_shape(index: int, key: str, tensor: TensorData, length: int) -> list[int]:
+def check_shape(index: int, key: str, tensor: TensorData, length: int) -> list[int]:
     """The shape of an input, checked before a sparse tensor is spread out: it may claim any."""
     shape = [tensor.values.size] if tensor.shape is None else tensor.shape
     found = shape[0] if shape else 1
@@ -194,3 +283,9 @@ def _check_finite(arrays: Sequence[Array], key: str) -> None:
         return
     index = next(index for index, array in enumerate(arrays) if not np.isfinite(array).all())
     raise EngineError(f"datum {index}: {key!r} holds NaN or infinity")
+
+
+def _check_thresholds(low: Sequence[Array], high: Sequence[Array]) -> None:
+    for index, (lowest, highest) in enumerate(zip(low, high, strict=True)):
+        if (lowest > highest).any():
+            raise EngineError(f"datum {index}: {THRESHOLDS[0]!r} is above {THRESHOLDS[1]!r}")

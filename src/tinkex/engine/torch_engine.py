@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine import BaseModel, EngineError, Listener, SampleDone
+from tinkex.engine import ADAMW, BaseModel, EngineError, Listener, SampleDone
+from tinkex.engine.custom import CompiledLoss, compile_graph
 from tinkex.engine.decoder import BARE, Decoder, DecoderConfig, Lora
 from tinkex.engine.lora import Layout
+from tinkex.engine.objectives import find_objective
 from tinkex.engine.openmp import calm_openmp
-from tinkex.engine.optim import AdamState
 from tinkex.engine.sampler import Job, Sampler, Source
 from tinkex.engine.trainer import Adapter, run_pass
 from tinkex.engine.weights import (
     eos_tokens,
     load_adapter,
     load_decoder,
+    load_factors,
     read_lora_config,
     resolve,
     save_adapter,
@@ -30,9 +32,11 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
+    from tinkex.engine.optim import State
+    from tinkex.types.custom_losses import CreateCustomLossRequest
     from tinkex.types.inputs import Datum
     from tinkex.types.sampling import SampleRequest
-    from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
+    from tinkex.types.training import ForwardBackwardOutput, LoraConfig, OptimizerConfigBase, OptimParams
 
 MICRO_BATCH_TOKENS = 8192
 
@@ -101,8 +105,9 @@ class TorchEngine:
         self._bases = {name: _Base(name, resolve(source), dtype, where) for name, source in models.items()}
         self._micro_batch_tokens = micro_batch_tokens
         self._adapters: dict[str, Adapter] = {}
+        self._losses: dict[str, CompiledLoss] = {}
         self._samplers: dict[str, Source] = {}
-        self._frozen: dict[str, tuple[str, Layout, AdamState]] = {}
+        self._frozen: dict[str, tuple[str, Layout, State]] = {}
         self._sampler = Sampler()
         if eager:
             for base in self._bases.values():
@@ -112,11 +117,11 @@ class TorchEngine:
         """The base models on offer."""
         return [base.about for base in self._bases.values()]
 
-    def create(self, adapter: str, base_model: str, lora: LoraConfig) -> None:
+    def create(self, adapter: str, base_model: str, lora: LoraConfig, optimizer: OptimizerConfigBase = ADAMW) -> None:
         """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state."""
         if adapter in self._adapters:
             raise EngineError(f"there is an adapter {adapter!r} already")
-        self._adapters[adapter] = Adapter(base_model, self._base(base_model).model, lora)
+        self._adapters[adapter] = Adapter(base_model, self._base(base_model).model, lora, optimizer)
 
     def drop(self, adapter: str) -> None:
         """Forget an adapter; unknown names are ignored."""
@@ -135,13 +140,23 @@ class TorchEngine:
         return run_pass(
             self._adapter(adapter),
             data,
-            loss_fn,
-            config,
+            find_objective(loss_fn, config, self._losses),
             backward=backward,
             micro_batch_tokens=self._micro_batch_tokens,
         )
 
-    def optim_step(self, adapter: str, params: AdamParams) -> dict[str, float]:
+    def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
+        """Rebuild a loss from its graph, for passes to use by its id."""
+        if loss_id in self._losses:
+            raise EngineError(f"there is a custom loss {loss_id!r} already")
+        self._losses[loss_id] = compile_graph(request)
+
+    def drop_losses(self, prefix: str) -> None:
+        """Forget the losses whose ids begin so."""
+        for loss_id in [known for known in self._losses if known.startswith(prefix)]:
+            del self._losses[loss_id]
+
+    def optim_step(self, adapter: str, params: OptimParams) -> dict[str, float]:
         """Apply and clear the gradient buffer; returns metrics named `name:reduction`."""
         return self._adapter(adapter).step(params)
 
@@ -153,7 +168,7 @@ class TorchEngine:
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are dropped."""
         target = self._adapter(adapter)
-        target.state = load_adapter(directory, target.layout, target.state.weights, optimizer=optimizer)
+        target.state = load_adapter(directory, target.layout, target.state, optimizer=optimizer)
         target.grad = None
 
     def snapshot(self, adapter: str, sampler: str) -> None:
@@ -174,8 +189,7 @@ class TorchEngine:
         lora = BARE
         if directory is not None:
             layout = Layout(base.model.linears(), read_lora_config(directory))
-            state = load_adapter(directory, layout, base.model.embed_VD, optimizer=False)
-            lora = Lora(layout.factors(state.weights))
+            lora = Lora(layout.factors(load_factors(directory, layout, base.model.embed_VD)))
         self._samplers[sampler] = base.source(lora)
 
     def drop_sampler(self, sampler: str) -> None:

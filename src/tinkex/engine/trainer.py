@@ -4,7 +4,8 @@ Data are sorted by length, so that sequences of equal length lie side by side an
 into micro-batches under a token budget. The gradient of a pass is complete before it is added to an adapter's: a pass
 that fails leaves no trace.
 
-Axes: T packed tokens of a micro-batch, M targets (one or several per token), D hidden, V vocabulary.
+Axes: T packed tokens of a micro-batch, M targets (one or several per token), D hidden, V vocabulary, L values of a loss
+(one per target, or one per datum), N data.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tinkex.engine import EngineError
+from tinkex.engine import ADAMW, EngineError
 from tinkex.engine.decoder import BARE, Decoder, Lora, PackedAttention, hidden_states
 from tinkex.engine.lora import Factors, Gradients, Layout, Linear, lora_backward, lora_linear
-from tinkex.engine.losses import Examples, Loss, find_loss, read_examples
-from tinkex.engine.optim import AdamState, adamw, check
+from tinkex.engine.losses import Examples, Room
+from tinkex.engine.objectives import Evaluated, Objective
+from tinkex.engine.optim import State, check, state_type, step
 from tinkex.types.tensors import Array, TensorData
-from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
+from tinkex.types.training import ForwardBackwardOutput, LoraConfig, OptimizerConfigBase, OptimParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tinkex.types.inputs import Datum, LossFnOutput
 
@@ -39,53 +41,55 @@ KEPT_LOGITS = 1 << 24
 class Adapter:
     """A LoRA adapter in training: weights and optimizer state, and the gradient gathered since the last step."""
 
-    def __init__(self, base_model: str, model: Decoder, lora: LoraConfig) -> None:
+    def __init__(
+        self, base_model: str, model: Decoder, lora: LoraConfig, optimizer: OptimizerConfigBase = ADAMW
+    ) -> None:
+        kind = state_type(optimizer)
         self.base_model = base_model
         self.model = model
         self.layout = Layout(model.linears(), lora)
         dtype = torch.promote_types(model.embed_VD.dtype, torch.float32)
-        self.state = AdamState.fresh(self.layout.initial(dtype, model.embed_VD.device))
+        self.state: State = kind.fresh(self.layout.initial(dtype, model.embed_VD.device))
         self.grad: torch.Tensor | None = None
 
     def factors(self) -> dict[str, Factors]:
         """The present weights, as the linear layers take them."""
         return self.layout.factors(self.state.weights.to(self.model.embed_VD.dtype))
 
-    def step(self, params: AdamParams) -> dict[str, float]:
+    def step(self, params: OptimParams) -> dict[str, float]:
         """Apply the gathered gradient, if there is one."""
-        check(params)
+        check(params, type(self.state))
         norm = 0.0
         if self.grad is not None:
-            self.state, norm = adamw(self.state, self.grad, params)
+            self.state, norm = step(self.state, self.grad, params, self.layout)
             self.grad = None
         return {"grad_norm:mean": norm, "learning_rate:mean": float(params.learning_rate)}
 
 
 def run_pass(
-    adapter: Adapter,
-    data: Sequence[Datum],
-    loss_fn: str,
-    config: Mapping[str, float | str],
-    *,
-    backward: bool,
-    micro_batch_tokens: int,
+    adapter: Adapter, data: Sequence[Datum], objective: Objective, *, backward: bool, micro_batch_tokens: int
 ) -> ForwardBackwardOutput:
     """Validate data and run them; with `backward`, add the gradient of the summed loss to the adapter's."""
-    loss, settings = find_loss(loss_fn, config)
     model = adapter.model
-    examples = read_examples(data, loss, vocab=model.config.vocab, context=model.config.context)
-    results = Results.of(examples)
+    examples = objective.read(data, Room(model.config.vocab, model.config.context))
+    results = Results.of(examples, objective)
     scratch = torch.zeros_like(adapter.state.weights) if backward else None
     lora = _lora(adapter, scratch)
     with torch.set_grad_enabled(backward):
         for indices in micro_batches(examples, micro_batch_tokens):
-            _run(model, lora, Packed.of(examples, indices, model.embed_VD), loss, settings, results)
-    results.check()
+            packed = Packed.of(examples, indices, model.embed_VD)
+            hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, PackedAttention(packed.runs), lora)
+            logprobs_M = target_logprobs(model.head, hidden_TD, packed.rows_M, packed.targets_M, lora)
+            evaluated = objective.evaluate(logprobs_M, examples, indices, backward=backward)
+            results.put(indices, logprobs_M, evaluated)
+            if evaluated.grad_M is not None:
+                _check_finite("gradient of the loss", evaluated.grad_M.cpu().numpy(), results.starts, indices)
+                logprobs_M.backward(evaluated.grad_M)  # type: ignore[no-untyped-call]
     if scratch is not None:
         if not bool(torch.isfinite(scratch.sum())):
             raise EngineError("the gradient is not finite; nothing was added")
         adapter.grad = scratch if adapter.grad is None else adapter.grad + scratch
-    return results.output(examples, loss)
+    return results.output(examples, objective)
 
 
 def _lora(adapter: Adapter, scratch: torch.Tensor | None) -> Lora:
@@ -113,66 +117,60 @@ def micro_batches(examples: Examples, budget: int) -> Iterator[list[int]]:
 class Packed:
     """A micro-batch on the device."""
 
-    indices: list[int]
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     runs: list[tuple[int, int]]
     rows_M: torch.Tensor
     targets_M: torch.Tensor
-    inputs: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, examples: Examples, indices: list[int], like: torch.Tensor) -> Packed:
         """Concatenate the chosen data."""
 
-        def put(arrays: Sequence[Array], dtype: torch.dtype) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate(arrays)).to(device=like.device, dtype=dtype)
+        def put(arrays: Sequence[Array]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(arrays)).to(device=like.device, dtype=torch.int64)
 
         lengths = [examples.tokens[i].size for i in indices]
         targets = [examples.targets[i].reshape(-1) for i in indices]
         per_token = np.repeat([t.size // n for t, n in zip(targets, lengths, strict=True)], lengths)
-        floats = torch.promote_types(like.dtype, torch.float32)
         return cls(
-            indices=indices,
-            tokens_T=put([examples.tokens[i] for i in indices], torch.int64),
-            positions_T=put([np.arange(n) for n in lengths], torch.int64),
+            tokens_T=put([examples.tokens[i] for i in indices]),
+            positions_T=put([np.arange(n) for n in lengths]),
             runs=[(len(list(run)), length) for length, run in groupby(lengths)],
-            rows_M=put([np.repeat(np.arange(per_token.size), per_token)], torch.int64),
-            targets_M=put(targets, torch.int64),
-            inputs={key: put([v[i].reshape(-1) for i in indices], floats) for key, v in examples.inputs.items()},
+            rows_M=put([np.repeat(np.arange(per_token.size), per_token)]),
+            targets_M=put(targets),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Log-probabilities and losses of every target of a pass, datum after datum in the order given."""
+    """Log-probabilities of every target of a pass and values of its loss, datum after datum in the order given."""
 
     starts: Array
     logprobs_M: Array
-    losses_M: Array
+    loss_starts: Array
+    losses_L: Array
+    metrics_N: dict[str, Array]
 
     @classmethod
-    def of(cls, examples: Examples) -> Results:
+    def of(cls, examples: Examples, objective: Objective) -> Results:
         """Room for the results of these examples."""
         starts = np.cumsum([0, *(t.size for t in examples.targets)])
-        return cls(starts, *(np.zeros(starts[-1], dtype=np.float64) for _ in range(2)))
+        loss_starts = np.cumsum([0, *objective.sizes(examples)])
+        return cls(starts, np.zeros(starts[-1]), loss_starts, np.zeros(loss_starts[-1]), {})
 
-    def put(self, indices: list[int], logprobs_M: torch.Tensor, losses_M: torch.Tensor) -> None:
-        """Store the results of a micro-batch."""
-        where = np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in indices])
-        self.logprobs_M[where] = logprobs_M.detach().double().cpu().numpy()
-        self.losses_M[where] = losses_M.detach().double().cpu().numpy()
+    def put(self, indices: list[int], logprobs_M: torch.Tensor, evaluated: Evaluated) -> None:
+        """Store the results of a micro-batch; losses that overflowed are refused."""
+        losses_L = evaluated.losses_L.detach().double().cpu().numpy()
+        _check_finite("loss", losses_L, self.loss_starts, indices)
+        self.losses_L[_places(self.loss_starts, indices)] = losses_L
+        self.logprobs_M[_places(self.starts, indices)] = logprobs_M.detach().double().cpu().numpy()
+        for name, values in evaluated.metrics.items():
+            self.metrics_N.setdefault(name, np.zeros(self.starts.size - 1))[indices] = values
 
-    def check(self) -> None:
-        """Refuse losses that overflowed, such as a ratio to a log-probability of -1000."""
-        bad = np.flatnonzero(~np.isfinite(self.losses_M))
-        if bad.size:
-            index = int(np.searchsorted(self.starts, bad[0], side="right")) - 1
-            raise EngineError(f"datum {index}: the loss is not finite; nothing was added")
-
-    def output(self, examples: Examples, loss: Loss) -> ForwardBackwardOutput:
+    def output(self, examples: Examples, objective: Objective) -> ForwardBackwardOutput:
         """One record per datum, and the sums."""
-        columns = {"logprobs": self.logprobs_M} | ({"elementwise_loss": self.losses_M} if loss.elementwise else {})
+        columns = {"logprobs": self.logprobs_M} | ({"elementwise_loss": self.losses_L} if objective.elementwise else {})
         singles = {name: column.astype(np.float32) for name, column in columns.items()}
         outputs: list[LossFnOutput] = []
         for index, targets in enumerate(examples.targets):
@@ -184,19 +182,22 @@ class Results:
                 }
             )
         tokens = sum(t.size for t in examples.tokens)
-        metrics = {"loss:sum": float(self.losses_M.sum()), "tokens:sum": float(tokens)}
+        metrics = {"loss:sum": float(self.losses_L.sum()), "tokens:sum": float(tokens)}
+        for name, values_N in self.metrics_N.items():
+            metrics[name] = float(values_N.mean() if name.endswith(":mean") else values_N.sum())
         return ForwardBackwardOutput("ArrayRecord", outputs, metrics)
 
 
-def _run(
-    model: Decoder, lora: Lora, packed: Packed, loss: Loss, settings: Mapping[str, float], results: Results
-) -> None:
-    hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, PackedAttention(packed.runs), lora)
-    logprobs_M = target_logprobs(model.head, hidden_TD, packed.rows_M, packed.targets_M, lora)
-    losses_M = loss.function(logprobs_M, packed.inputs, settings)
-    results.put(packed.indices, logprobs_M, losses_M)
-    if lora.gradients is not None:
-        losses_M.sum().backward()  # type: ignore[no-untyped-call]
+def _places(starts: Array, indices: list[int]) -> Array:
+    return np.concatenate([np.arange(starts[i], starts[i + 1]) for i in indices])
+
+
+def _check_finite(what: str, values: Array, starts: Array, indices: list[int]) -> None:
+    """Refuse what overflowed, such as a ratio to a log-probability of -1000, and name its datum."""
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        index = int(np.searchsorted(starts, _places(starts, indices)[bad[0]], side="right")) - 1
+        raise EngineError(f"datum {index}: the {what} is not finite; nothing was added")
 
 
 def target_logprobs(

@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 from tinkex.engine import EngineError
 from tinkex.engine.decoder import Decoder, DecoderConfig, Layer, inverse_frequencies
 from tinkex.engine.lora import ALPHA, GROUPS, Layout, Linear
-from tinkex.engine.optim import AdamState
 from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+    from tinkex.engine.optim import State
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -159,15 +160,18 @@ def _layer(config: DecoderConfig, prefix: str, get: Callable[..., torch.Tensor])
     )
 
 
-def save_adapter(directory: Path, base_model: str, layout: Layout, state: AdamState, *, optimizer: bool) -> None:
+def save_adapter(directory: Path, base_model: str, layout: Layout, state: State, *, optimizer: bool) -> None:
     """Write PEFT files, and optimizer state beside them, durably."""
     config = _peft_config(base_model, layout)
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     _write(directory / ADAPTER_WEIGHTS, _named(layout, state.weights, PREFIX), {"format": "pt"})
     names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     if optimizer:
-        moments = _named(layout, state.exp_avg, "exp_avg.") | _named(layout, state.exp_avg_sq, "exp_avg_sq.")
-        _write(directory / OPTIMIZER, moments, {"format": "pt", "step": str(state.step)})
+        moments: dict[str, torch.Tensor] = {}
+        for name in state.MOMENTS:
+            moments |= _named(layout, getattr(state, name), f"{name}.")
+        about = {"format": "pt", "optimizer": state.KIND, "step": str(state.step)}
+        _write(directory / OPTIMIZER, moments, about)
         names.append(OPTIMIZER)
     for path in [*(directory / name for name in names), directory]:
         _sync(path)
@@ -234,22 +238,29 @@ def read_lora_config(directory: Path) -> LoraConfig:
     return LoraConfig(rank=int(fields["r"]), **flags)
 
 
-def load_adapter(directory: Path, layout: Layout, like: torch.Tensor, *, optimizer: bool) -> AdamState:
+def load_adapter(directory: Path, layout: Layout, like: State, *, optimizer: bool) -> State:
     """Read a saved adapter for a layout, and its optimizer state; what differs is an error."""
+    weights = load_factors(directory, layout, like.weights)
+    if not optimizer:
+        return type(like).fresh(weights)
+    prefixes = [f"{name}." for name in like.MOMENTS]
+    moments, about = _read_flat(directory / OPTIMIZER, layout, like.weights, prefixes, like.KIND)
+    return type(like).saved(weights, moments, int(about["step"]))
+
+
+def load_factors(directory: Path, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+    """Read the weights of a saved adapter for a layout; what differs is an error."""
     saved = read_lora_config(directory)
     for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
         ours, theirs = getattr(layout.lora, name), getattr(saved, name)
         if ours != theirs:
             raise EngineError(f"the adapter saved in {directory} has {name} {theirs}, this one has {ours}")
     weights, _ = _read_flat(directory / ADAPTER_WEIGHTS, layout, like, [PREFIX])
-    if not optimizer:
-        return AdamState.fresh(weights[0])
-    (exp_avg, exp_avg_sq), metadata = _read_flat(directory / OPTIMIZER, layout, like, ["exp_avg.", "exp_avg_sq."])
-    return AdamState(weights[0], exp_avg, exp_avg_sq, int(metadata["step"]))
+    return weights[0]
 
 
 def _read_flat(
-    path: Path, layout: Layout, like: torch.Tensor, prefixes: list[str]
+    path: Path, layout: Layout, like: torch.Tensor, prefixes: list[str], optimizer: str | None = None
 ) -> tuple[list[torch.Tensor], dict[str, str]]:
     """Flat buffers, one per prefix, from a file that holds exactly these tensors."""
     if not path.exists():
@@ -258,6 +269,12 @@ def _read_flat(
     views = {name: view for p, flat in zip(prefixes, flats, strict=True) for name, view in _views(layout, flat, p)}
     try:
         with safe_open(path, framework="pt") as opened:
+            metadata = dict(opened.metadata() or {})
+            if metadata.get("optimizer") != optimizer:
+                raise EngineError(
+                    f"{path} holds the state of optimizer {metadata.get('optimizer')}, this run's is {optimizer}: "
+                    "load the weights alone, or create the run with the other optimizer"
+                )
             if differing := views.keys() ^ set(opened.keys()):
                 raise EngineError(f"{path} does not fit: {min(differing)} is on one side only")
             for name, view in views.items():
@@ -265,7 +282,6 @@ def _read_flat(
                 if tensor.shape != view.shape:
                     raise EngineError(f"{path}: {name} has shape {list(tensor.shape)}, expected {list(view.shape)}")
                 view.copy_(tensor)
-            metadata = dict(opened.metadata() or {})
     except SafetensorError as error:
         raise EngineError(f"{path} cannot be read: {error}") from None
     if not all(bool(torch.isfinite(flat).all()) for flat in flats):

@@ -180,7 +180,8 @@ async def _answer(op: Operation, state: State, request: Request, call: Call) -> 
 async def _take_up(state: State, request_id: str) -> None:
     """Look for a request among those that an earlier life of the server took."""
     owner = request_id.rpartition(":")[0]
-    await state.revived(owner)
+    for name in (owner, request_id):  # a custom loss is a request of its own
+        await state.revived(name)
     if (sampler := await asyncio.to_thread(state.store.sampler, owner)) is not None:
         await state.revived(sampler.session_id)
 

@@ -45,6 +45,7 @@ from tinkex.types.checkpoints import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from tinkex.types.custom_losses import CreateCustomLossRequest, CreateCustomLossResponse
 from tinkex.types.record import to_json
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
@@ -74,6 +75,7 @@ from tinkex.types.sessions import (
     TelemetrySendRequest,
 )
 from tinkex.types.training import (
+    AdamParams,
     CreateModelRequest,
     CreateModelResponse,
     ForwardBackwardRequest,
@@ -83,6 +85,7 @@ from tinkex.types.training import (
     LoraConfig,
     ModelData,
     OptimizerConfigBase,
+    OptimParamsBase,
     OptimStepRequest,
     OptimStepResponse,
     UnloadModelRequest,
@@ -90,6 +93,8 @@ from tinkex.types.training import (
 )
 
 DEFAULT_RANK = 32
+LOSS = ":loss:"
+"""Between a session's id and a number in the id of a custom loss."""
 
 
 # ── sessions and configuration ───────────────────────────────────────────────────────────────────────────────────
@@ -104,7 +109,7 @@ async def client_config(state: State, call: Call) -> ClientConfigResponse:
         create_model_via_load_weights=True,
         sample_join_sampling_session=True,
         sample_use_retrieve_futures=False,  # without the results in it a batched poll is one round trip more
-        custom_loss_server_side=False,
+        custom_loss_server_side=True,
         batched_results=True,
     )
 
@@ -190,7 +195,15 @@ async def create_model(state: State, call: Call) -> UntypedAPIFuture:
 
     async def creating() -> CreateModelResponse:
         run = await state.worker.run(
-            new_run, state, model_id, request.session_id, request.base_model, lora, request, call
+            new_run,
+            state,
+            model_id,
+            request.session_id,
+            request.base_model,
+            lora,
+            request.optimizer_config,
+            request.user_metadata,
+            call,
         )
         enter(state, LiveRun(run))
         return CreateModelResponse(model_id=model_id)
@@ -212,19 +225,17 @@ def new_run(
     session_id: str,
     base_model: str,
     lora: LoraConfig,
-    request: CreateModelRequest | LoadWeightsRequest,
+    optimizer: OptimizerConfigBase,
+    user_metadata: dict[str, str] | None,
     call: Call,
 ) -> Run:
     """Make an adapter and put its run on record; on the worker."""
-    optimizer = request.optimizer_config.to_wire() if request.optimizer_config else {"type": "adamw"}
-    if optimizer["type"] != "adamw":
-        raise EngineError(f"optimizer {optimizer['type']!r} is not supported by this server; it has: adamw")
     state.base_model(base_model)
     known = state.store.run(model_id)
     if known is not None and not call.is_replayed:  # it was unloaded
         raise EngineError(f"model {model_id!r} is no longer loaded; {CARRY_ON}")
-    state.engine.create(model_id, base_model, lora)
-    run = Run(model_id, session_id, base_model, lora, optimizer, request.user_metadata or {}, call.owner)
+    state.engine.create(model_id, base_model, lora, optimizer)
+    run = Run(model_id, session_id, base_model, lora, optimizer.to_wire(), user_metadata or {}, call.owner)
     if known is None:
         state.store.add_run(run)
     return run
@@ -234,8 +245,13 @@ async def forward_backward(state: State, call: Call) -> UntypedAPIFuture:
     """A pass, with or without its gradient."""
     request: ForwardBackwardRequest = call.request
     body = request.forward_backward_input
+    loss_id = (body.loss_fn_config or {}).get("loss_id") if body.loss_fn == "custom" else None
+    if isinstance(loss_id, str):
+        await state.revived(loss_id)
 
     def work() -> Any:
+        if body.loss_fn == "custom":
+            require_own_loss(request.model_id, loss_id)
         return state.engine.forward_backward(
             request.model_id,
             body.data,
@@ -263,12 +279,43 @@ async def optim_step(state: State, call: Call) -> UntypedAPIFuture:
     """Apply the accumulated gradient."""
     request: OptimStepRequest = call.request
 
+    params = request.optim_params
+    assert isinstance(params, AdamParams | OptimParamsBase)
+
     def work() -> OptimStepResponse:
-        if request.adam_params is None:
-            raise EngineError("this server's optimizer is adamw: optim_step needs adam_params")
-        return OptimStepResponse(metrics=state.engine.optim_step(request.model_id, request.adam_params))
+        return OptimStepResponse(metrics=state.engine.optim_step(request.model_id, params))
 
     return await enqueue(state, call, request.model_id, request.seq_id, work)
+
+
+async def create_custom_loss(state: State, call: Call) -> UntypedAPIFuture:
+    """Take a loss that was sent as a graph, for the passes of its session; its number again gives the same receipt."""
+    request: CreateCustomLossRequest = call.request
+    session_id = request.session_id
+    await require_session(state, session_id)
+    loss_id = f"{session_id}{LOSS}{request.custom_loss_seq_id}"
+    if not call.is_replayed:
+        await state.revived(loss_id)
+    known = state.promises.get(loss_id)
+    if known is not None and known.digest != call.digest:
+        return UntypedAPIFuture(request_id=failed_receipt(state, loss_id, session_id, call))
+
+    async def creating() -> CreateCustomLossResponse:
+        await state.worker.run(state.engine.create_loss, loss_id, request)
+        if session_id not in state.heard:
+            state.worker.run(state.engine.drop_losses, loss_id)
+            raise EngineError("the session has ended")
+        return CreateCustomLossResponse(loss_id=loss_id)
+
+    receipt = await promise_once(state, loss_id, session_id, call, creating, loss_id)
+    return UntypedAPIFuture(request_id=receipt.request_id)
+
+
+def require_own_loss(model_id: str, loss_id: float | str | None) -> None:
+    """Refuse a custom loss of another session."""
+    session_id = model_id.rpartition(":train:")[0]
+    if isinstance(loss_id, str) and LOSS in loss_id and not loss_id.startswith(f"{session_id}{LOSS}"):
+        raise EngineError(f"the custom loss {loss_id!r} belongs to another session; create it in this one")
 
 
 async def unload_model(state: State, call: Call) -> UntypedAPIFuture:
@@ -393,7 +440,8 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
 
     def work() -> LiveRun:
         saved = find_checkpoint(state, request.path, "weights", request.base_model)
-        run = new_run(state, model_id, session_id, saved.base_model, saved.lora, request, call)
+        optimizer = request.optimizer_config or OptimizerConfigBase.from_wire(saved.optimizer)
+        run = new_run(state, model_id, session_id, saved.base_model, saved.lora, optimizer, request.user_metadata, call)
         live = LiveRun(run)
         try:
             state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
@@ -563,6 +611,7 @@ HANDLERS: dict[str, Handler] = {
         forward_backward,
         forward,
         optim_step,
+        create_custom_loss,
         unload_model,
         save_weights,
         save_weights_for_sampler,

@@ -24,7 +24,7 @@ from tinkex.server.state import READ, Call, LiveRun, Queued, Refusal, State, fil
 from tinkex.server.store import Run
 from tinkex.server.submission import GIVEN_UP, digest_of, give_up_gap, spend
 from tinkex.types.sessions import RequestFailedResponse
-from tinkex.types.training import CreateModelResponse
+from tinkex.types.training import CreateModelResponse, OptimizerConfigBase
 
 logger = logging.getLogger("tinkex.server")
 
@@ -45,7 +45,7 @@ def take_up_sessions(state: State) -> None:
     names = {file_name(session_id) for session_id in sessions} | {"direct"}
     for place in ("runs", "samples", "snapshots"):
         for directory in (state.data_dir / place).glob("*"):
-            if re.split(r"_(?:train|sample)_", directory.name)[0] not in names:
+            if re.split(r"_(?:train|sample|loss)_", directory.name)[0] not in names:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -68,6 +68,9 @@ async def _revive(state: State, handlers: Handlers, name: str) -> None:
 async def _revive_run(state: State, handlers: Handlers, model_id: str, directory: Path) -> None:
     started = time.monotonic()
     entries = await asyncio.to_thread(state.journal(directory).read)
+    if entries and entries[0].facts["op"] == "create_custom_loss":  # has a journal as runs have, of one request
+        await handlers["create_custom_loss"](state, call_of(entries[0]))
+        return
     run = await asyncio.to_thread(state.store.run, model_id)
     number, frozen = await asyncio.to_thread(_last_state, directory)
     session_id = model_id.rpartition(":train:")[0]
@@ -106,7 +109,7 @@ async def _revive_run(state: State, handlers: Handlers, model_id: str, directory
 
 
 def _thaw(state: State, run: Run, directory: Path) -> None:
-    state.engine.create(run.model_id, run.base_model, run.lora)
+    state.engine.create(run.model_id, run.base_model, run.lora, OptimizerConfigBase.from_wire(run.optimizer))
     state.engine.load(run.model_id, directory, optimizer=True)
 
 

@@ -208,6 +208,7 @@ class State:
             if live.gap_timer is not None:
                 live.gap_timer.cancel()
             self.worker.run(self.engine.drop, model_id)
+        self.worker.run(self.engine.drop_losses, f"{session_id}:")
         self.worker.cancel_samples(f"{session_id}:")
         for sampler in [name for name in self.snapshots if name.startswith(f"{session_id}:")]:
             self.worker.run(self._forget_snapshot, sampler, self.snapshots.pop(sampler))

@@ -1,0 +1,252 @@
+"""However data are split and mixed, the gradient is that of their sum, and nobody's depends on anybody else.
+
+Every loss, over every way to divide the same data into requests, over micro-batches of every size, with and without
+the passes of other adapters in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from engine.references import adapter_of, assert_near, randomise
+from tinkex.engine import EngineError, decoder, trainer
+from tinkex.engine.losses import LOSSES
+from tinkex.engine.optim import AdamState
+from tinkex.engine.torch_engine import TorchEngine
+from tinkex.loss_graphs import create_request, trace
+from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.training import AdamParams, DimuonOptimizerConfig, DimuonParams, LoraConfig
+
+if TYPE_CHECKING:
+    from engine.conftest import Checkpoint
+
+LENGTHS = (9, 4, 12, 9)
+BUDGETS = (1, 13, 8192)
+"""Every datum alone, a few together, all together."""
+
+
+def surprise(logprobs: Any, weights: Any, advantages: Any) -> Any:
+    """Not a sum over tokens: what one token adds depends on the others."""
+    loss = torch.logsumexp(weights * logprobs, 0) - (advantages * logprobs).sum() * logprobs.mean()
+    return loss, {"custom/loss:mean": loss}
+
+
+class Case(NamedTuple):
+    """A loss with its configuration."""
+
+    loss: str
+    config: dict[str, float | str]
+    targets: int = 1
+
+
+CASES = {
+    "cross_entropy": Case("cross_entropy", {}),
+    "several targets": Case("cross_entropy", {}, targets=3),
+    "importance_sampling": Case("importance_sampling", {}),
+    "ppo": Case("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+    "cispo": Case("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+    "dro": Case("dro", {"beta": 0.05}),
+    "gspo": Case("gspo", {}),
+    "custom": Case("custom", {"loss_id": "surprise"}),
+}
+each = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def test_every_loss_has_its_case() -> None:
+    assert {case.loss for case in CASES.values()} == {*LOSSES, "custom"}
+
+
+def examples(case: Case, seed: int = 0, lengths: Sequence[int] = LENGTHS, **fixed: Any) -> list[Datum]:
+    """Random data with every input that the loss reads; those in `fixed` have one value throughout."""
+    random = np.random.default_rng(seed)
+    data = []
+    for length in lengths:
+        shape = (length,) if case.targets == 1 else (length, case.targets)
+        inputs = {
+            "weights": random.normal(size=shape),
+            "logprobs": -4.5 + 0.3 * random.normal(size=shape),
+            "advantages": random.normal(size=shape),
+        }
+        if case.loss == "gspo":
+            inputs["sequence_ratio_mask"] = (random.random(length) < 0.6).astype(float)
+        for name, value in fixed.items():
+            inputs[name] = np.full(shape, value)
+        data.append(
+            Datum(
+                ModelInput.from_ints(random.integers(0, 96, length)),
+                {
+                    "target_tokens": random.integers(0, 96, shape),
+                    **{name: array.astype(np.float32) for name, array in inputs.items()},
+                },
+            )
+        )
+    return data
+
+
+@pytest.fixture(scope="module")
+def make(checkpoint: Checkpoint) -> Any:
+    """An engine of a budget, with a randomised adapter `a`; kept, for its weights are read once."""
+    kept: dict[Any, TorchEngine] = {}
+
+    def get(budget: int = 8192, dtype: torch.dtype = torch.float32) -> TorchEngine:
+        if (budget, dtype) not in kept:
+            engine = TorchEngine({"m": checkpoint("llama")}, dtype=dtype, threads=1, micro_batch_tokens=budget)
+            graph = trace(surprise, {"logprobs": 1, "weights": 1, "advantages": 1}, "s")
+            engine.create_loss("surprise", create_request(graph, 0))
+            kept[budget, dtype] = engine
+        engine = kept[budget, dtype]
+        for name in list(engine._adapters):
+            engine.drop(name)
+        engine.create("a", "m", LoraConfig(rank=4))
+        randomise(adapter_of(engine))
+        return engine
+
+    return get
+
+
+def partitions(indices: list[int]) -> Iterator[list[list[int]]]:
+    """Every way to divide indices into groups."""
+    if not indices:
+        yield []
+        return
+    first, rest = indices[0], indices[1:]
+    for smaller in partitions(rest):
+        yield [[first], *smaller]
+        for place, group in enumerate(smaller):
+            yield [*smaller[:place], [first, *group], *smaller[place + 1 :]]
+
+
+def gradient(engine: TorchEngine, name: str = "a") -> torch.Tensor:
+    grad = adapter_of(engine, name).grad
+    assert grad is not None
+    return grad
+
+
+def meddle(engine: TorchEngine, turn: int) -> None:
+    """What other tenants do: passes of other losses, steps of other optimizers, failures."""
+    if "b" not in engine._adapters:
+        engine.create("b", "m", LoraConfig(rank=8, seed=5, train_unembed=False))
+        engine.create("c", "m", LoraConfig(rank=2, seed=6), DimuonOptimizerConfig())
+    case = list(CASES.values())[turn % len(CASES)]
+    engine.forward_backward("b", examples(case, seed=turn, lengths=(20, 3)), case.loss, case.config)
+    engine.forward_backward("c", examples(CASES["gspo"], seed=turn, lengths=(7,)), "gspo", {})
+    with pytest.raises(EngineError):
+        engine.forward_backward("b", examples(case, lengths=(6,), advantages=float("nan")), "ppo", {})
+    engine.optim_step("b", AdamParams(learning_rate=0.5, grad_clip_norm=0.1))
+    engine.optim_step("c", DimuonParams(learning_rate=0.5))
+
+
+@pytest.mark.covers("S14", "S15")
+@each
+def test_the_gradient_is_the_same_however_the_data_are_split(case: Case, make: Any) -> None:
+    data = examples(case)
+    whole = make(dtype=torch.float64)
+    total = whole.forward_backward("a", data, case.loss, case.config).metrics["loss:sum"]
+    expected = gradient(whole)
+    every = list(partitions(list(range(len(data)))))
+    assert len(every) == 15
+    first = None
+    for budget in BUDGETS:
+        for number, partition in enumerate(every if budget == BUDGETS[-1] else every[::6]):
+            engine = make(budget)
+            losses = []
+            for group in partition:
+                output = engine.forward_backward("a", [data[i] for i in group], case.loss, case.config)
+                losses.append(output.metrics["loss:sum"])
+                if number % 4 == 1:
+                    meddle(engine, number)
+            assert sum(losses) == pytest.approx(total, rel=1e-5, abs=1e-4)
+            assert_near(gradient(engine), expected, 2e-6)
+            first = gradient(engine).clone() if first is None else first
+            assert_near(gradient(engine), first, 1e-6)
+
+
+@pytest.mark.covers("S14")
+@each
+def test_neighbours_change_no_bit(case: Case, make: Any) -> None:
+    def train(engine: TorchEngine, between: Any) -> tuple[list[Any], AdamState]:
+        told: list[Any] = []
+        for turn in range(3):
+            for part in (examples(case, seed=turn), examples(case, seed=10 + turn)):
+                output = engine.forward_backward("a", part, case.loss, case.config)
+                told.append((output.metrics, [o["logprobs"].to_numpy().tobytes() for o in output.loss_fn_outputs]))
+                between(turn)
+            told.append(engine.optim_step("a", AdamParams(learning_rate=1e-2, grad_clip_norm=1.0, weight_decay=0.1)))
+        state = adapter_of(engine).state
+        assert isinstance(state, AdamState)
+        return told, state
+
+    alone, expected = train(make(13), lambda turn: None)
+    crowded = make(13)
+    told, state = train(crowded, lambda turn: meddle(crowded, turn))
+    assert told == alone
+    for name in ("weights", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(getattr(state, name), getattr(expected, name))
+
+
+WEIGHED = {name: case for name, case in CASES.items() if name not in ("dro", "custom")}
+"""Losses without terms of their own at positions that weigh nothing."""
+
+
+@pytest.mark.covers("S15", "S17")
+@pytest.mark.parametrize("case", WEIGHED.values(), ids=WEIGHED.keys())
+def test_data_without_weight_are_no_ops(case: Case, make: Any) -> None:
+    data = examples(case)
+    nothing = examples(case, seed=4, lengths=(5, 17, 2), weights=0.0, advantages=0.0)
+    engine = make()
+    engine.forward_backward("a", data, case.loss, case.config)
+    before = gradient(engine).clone()
+    output = engine.forward_backward("a", nothing, case.loss, case.config)
+    assert output.metrics["loss:sum"] == 0
+    assert torch.equal(gradient(engine), before), "a request of its own adds not a bit"
+    for budget in BUDGETS:
+        mixed = make(budget)
+        mixed.forward_backward("a", [nothing[0], *data, *nothing[1:]], case.loss, case.config)
+        assert_near(gradient(mixed), before, 1e-6)
+
+
+@pytest.mark.covers("S14")
+@each
+def test_a_failed_pass_leaves_no_trace(case: Case, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = examples(case)
+    engine = make(13)
+    engine.forward_backward("a", data[:2], case.loss, case.config)
+    engine.forward_backward("a", data[2:], case.loss, case.config)
+    expected = gradient(engine).clone()
+
+    engine = make(13)
+    adapter = adapter_of(engine)
+
+    def fails(kind: type[Exception], words: str, batch: list[Datum]) -> None:
+        state, grad = adapter.state, adapter.grad
+        kept = None if grad is None else grad.clone()
+        with pytest.raises(kind, match=words):
+            engine.forward_backward("a", batch, case.loss, case.config)
+        assert adapter.state is state
+        assert adapter.grad is grad
+        assert grad is None or (kept is not None and torch.equal(grad, kept))
+
+    # The longest datum comes last of all micro-batches: the others have been through by then.
+    huge: dict[str, Any] = {"weights": 3e38, "advantages": 3e38, "logprobs": -100.0}
+    overflowing = [*data, *examples(case, lengths=(30,), **huge)]
+    fails(EngineError, "datum 4: .*not finite", overflowing)
+    engine.forward_backward("a", data[:2], case.loss, case.config)
+    fails(EngineError, "datum 4: .*not finite", overflowing)
+    passes = iter(range(99))
+    original = decoder.hidden_states
+
+    def faulty(*args: Any) -> torch.Tensor:
+        if next(passes) == 2:
+            raise RuntimeError("out of memory")
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "hidden_states", faulty)
+        fails(RuntimeError, "out of memory", data)
+    engine.forward_backward("a", data[2:], case.loss, case.config)
+    assert torch.equal(gradient(engine), expected)
