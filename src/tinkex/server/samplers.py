@@ -36,9 +36,16 @@ async def find_source(state: State, sampler: Sampler) -> WeightSource:
         return WeightSource(f"base/{sampler.base_model}", sampler.base_model)
     saved = await asyncio.to_thread(state.store.checkpoint, sampler.model_path)
     if saved is None:
+        if (name := _loaded(state, sampler.model_path)) is not None:
+            return WeightSource(name, sampler.base_model, is_loadable=False)
         raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
     # The time belongs to the name: a path may be saved again once its first checkpoint has expired.
     return WeightSource(f"{saved.tinker_path}@{saved.created}", saved.base_model, saved.directory)
+
+
+def _loaded(state: State, path: str) -> str | None:
+    """Weights of a checkpoint that is gone but still in memory: whoever samples from them may go on."""
+    return next((name for name in reversed(state.loading) if name.rpartition("@")[0] == path), None)
 
 
 async def draw(

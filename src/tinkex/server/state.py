@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine import BaseModel, Engine, EngineError
+from tinkex.server.catalogue import Catalogue
 from tinkex.server.promises import Promise, Promises
 from tinkex.server.scheduler import Lane, Worker
 from tinkex.server.store import LOCAL_OWNER, Run, Store
@@ -84,6 +85,8 @@ class Call:
     """Who asks: the account of the key."""
     query: dict[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
+    base_url: str = "http://local"
+    """Where the caller found this server: addresses in answers begin with it."""
 
 
 class State:
@@ -105,6 +108,9 @@ class State:
         self.checkpoint_dir = data_dir / "checkpoints"
         self.checkpoint_dir.mkdir(exist_ok=True)
         self.store = Store(data_dir / "tinkex.sqlite3")
+        self.catalogue = Catalogue(self.store)
+        self.asked: dict[str, float] = {}
+        """When something was last asked of runs, until it is on record."""
 
     def base_model(self, name: str) -> BaseModel:
         """A base model by name; the error lists the ones there are."""
@@ -126,6 +132,7 @@ class State:
             if live.gap_timer is not None:
                 live.gap_timer.cancel()
             self.worker.run(self.engine.drop, model_id)
+        self.worker.run(self.catalogue.touch, self._take_asked())
         self.worker.cancel_samples(f"{session_id}:")
         for sampler in [name for name in self.snapshots if name.startswith(f"{session_id}:")]:
             self.worker.run(self._forget_snapshot, sampler, self.snapshots.pop(sampler))
@@ -180,3 +187,9 @@ class State:
         for session_id in [s for s, heard in self.heard.items() if heard < silent]:
             await asyncio.to_thread(self.store.finish_session, session_id, "expired", "no heartbeat")
             self.end_session(session_id)
+        await asyncio.to_thread(self.catalogue.touch, self._take_asked())
+        await asyncio.to_thread(self.catalogue.sweep)
+
+    def _take_asked(self) -> dict[str, float]:
+        asked, self.asked = self.asked, {}
+        return asked
