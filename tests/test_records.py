@@ -35,15 +35,15 @@ class Records:
     data_dir: Path
     engine: FakeEngine
 
-    def set(self, table: str, change: str, *values: Any) -> None:
+    def change(self, table: str, assignment: str, *values: Any) -> None:
         """Change facts behind the server's back."""
         with closing(sqlite3.connect(self.data_dir / "tinkex.sqlite3", isolation_level=None, timeout=10)) as db:
-            db.execute(f"UPDATE {table} SET {change}", values)
+            db.execute(f"UPDATE {table} SET {assignment}", values)
 
     def give(self, model: str, owner: str) -> None:
         """Make a run and its checkpoints another's."""
         for table in ("runs", "checkpoints"):
-            self.set(table, "owner = ? WHERE model_id = ?", owner, model)
+            self.change(table, "owner = ? WHERE model_id = ?", owner, model)
 
     def save(self, model: str, number: int, name: str, operation: str = "save_weights", **fields: Any) -> Any:
         return self.wire.run(operation, {"model_id": model, "path": name, "seq_id": number, **fields})
@@ -125,7 +125,7 @@ def test_a_run_tells_what_was_last_asked_and_saved_of_it(records: Records) -> No
     assert run["last_checkpoint"]["user_metadata"] == {"step": "2"}
     assert run["last_sampler_checkpoint"]["checkpoint_id"] == "sampler_weights/new"
     assert moment(created) < moment(run["last_request_time"]) <= dt.datetime.now(dt.UTC)
-    records.set("runs", "corrupted = 1 WHERE model_id = ?", model)
+    records.change("runs", "corrupted = 1 WHERE model_id = ?", model)
     assert wire.get(f"training_runs/{model}")["corrupted"] is True
     assert "'nobody'" in records.call("GET", "training_runs/nobody", status=404)["detail"]
 
@@ -344,7 +344,7 @@ def test_a_time_to_live_is_set_moved_and_removed(records: Records) -> None:
 def test_expired_checkpoints_are_not_there(records: Records) -> None:
     model = records.wire.model()
     saved = records.save(model, 1, "a", ttl_seconds=3600)["path"]
-    records.set("checkpoints", "expires = ?", time.time() - 1)
+    records.change("checkpoints", "expires = ?", time.time() - 1)
     assert records.wire.get("checkpoints") == {
         "checkpoints": [],
         "cursor": {"offset": 0, "limit": 100, "total_count": 0},
@@ -367,7 +367,7 @@ def test_a_sweep_deletes_what_has_expired_and_nothing_else(tmp_path: Path) -> No
         model = records.wire.model()
         for number, name in enumerate("abc", 1):
             records.save(model, number, name, ttl_seconds=3600 if name != "c" else None)
-        records.set("checkpoints", "expires = 1 WHERE tinker_path LIKE '%/a'")
+        records.change("checkpoints", "expires = 1 WHERE tinker_path LIKE '%/a'")
     state = State(FakeEngine(), tmp_path, Limits())
     asyncio.run(state._sweep())
     assert {path.split("/")[2] for path in records.files()} == {"b", "c"}
