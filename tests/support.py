@@ -160,7 +160,7 @@ def assert_peft_agrees(client: Any, types: Any, model_dir: Path, adapter: Path) 
     data = make_data(types, seed=9)
     output = client.forward(data, "cross_entropy").result(60)
     for ours, theirs in zip(output.loss_fn_outputs, logprobs_by_peft(model_dir, adapter, data), strict=True):
-        np.testing.assert_allclose(ours["logprobs"].to_numpy(), theirs, atol=2e-5)
+        np.testing.assert_allclose(ours["logprobs"].to_numpy(), theirs, rtol=2e-5, atol=2e-5)
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,13 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
     from tinkex.server.store import Store
 
     try:
-        model, _, place = (base_model or read_source(directory).base_model or "").partition("=")
-        if not model:
-            raise click.UsageError("the adapter names no base model: give --base-model NAME[=DIR]")
+        named = read_source(directory).base_model or ""
+        if base_model is None and (not named or Path(named).is_dir()):
+            raise click.UsageError(
+                f"the adapter names its base model {named!r}, which is no name that a server has: "
+                "give --base-model NAME[=DIR]"
+            )
+        model, _, place = (base_model or named).partition("=")
         base_directory = resolve_models({model: place})[model]
         root = (data_dir or default_data_dir()).expanduser().resolve()
         root.mkdir(parents=True, exist_ok=True)

@@ -36,26 +36,26 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 KNOWN = {module: group for group, modules in GROUPS.items() for module in modules}
 PLAIN = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "use_qalora": False,
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva"),  # other beginnings change the base model as well
 }
-"""What an adapter must be, where it says anything: all else computes something else."""
-ABSENT = (
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "layers_to_transform",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "megatron_config",
-)
+"""What a setting must be, where an adapter has it."""
+READ = {"r", "lora_alpha", "use_rslora", "base_model_name_or_path", "target_modules", "exclude_modules"}
+IDLE = {
+    "auto_mapping",
+    "ensure_weight_tying",
+    "eva_config",
+    "inference_mode",
+    "layers_pattern",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "task_type",
+}
+"""Settings that change nothing in what is computed; any that is neither this nor read may."""
 FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -124,19 +124,18 @@ def read_source(directory: Path) -> Source:
         raise EngineError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise EngineError(f"{path} is not a PEFT configuration: expected an object")
-    for name, expected in PLAIN.items():
-        if (value := fields.get(name)) not in (None, expected):
-            raise EngineError(f"{path}: {name} is {value!r}; only {expected!r} can be imported")
-    for name in ABSENT:
-        if fields.get(name):
-            raise EngineError(f"{path}: {name} is {fields[name]!r}; adapters that have it cannot be imported")
+    for name, value in fields.items():
+        if name in PLAIN and value is not None and value not in PLAIN[name]:
+            raise EngineError(f"{path}: {name} is {value!r}; only {PLAIN[name][0]!r} can be imported")
+        if value and name not in PLAIN and name not in READ | IDLE:
+            raise EngineError(f"{path}: {name} is {value!r}; adapters that have it cannot be imported")
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
         raise EngineError(f"{path}: r must be a whole number between 1 and {MAX_RANK}, got {rank!r}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise EngineError(f"{path}: lora_alpha must be a positive number, got {alpha!r}")
     scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
-    targets = fields.get("target_modules")
+    targets = None if fields.get("exclude_modules") else fields.get("target_modules")
     return Source(
         directory=directory,
         rank=rank,
@@ -182,10 +181,15 @@ def _read_factors(source: Source, shapes: Mapping[str, tuple[int, int]]) -> dict
     path = source.directory / WEIGHTS
     tensors = _read_tensors(path)
     sides: dict[str, dict[str, Array]] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in sorted(tensors.items()):
         module, _, side = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         if _last(module) == "unembed_tokens":  # what the hosted service calls it
             module = "lm_head"
+        if _last(key.removesuffix(".weight").removesuffix(".base_layer")) in ("embed_tokens", "lm_head"):
+            raise EngineError(
+                f"{path}: {key} is the base model's own, which stays as it is here; "
+                "save the adapter with save_embedding_layers=False"
+            )
         if not key.startswith(PREFIX) or not key.endswith(".weight") or side not in ("lora_A", "lora_B"):
             raise EngineError(f"{path}: {key} is not a LoRA factor; other kinds of adapters cannot be imported")
         if module not in shapes:
@@ -230,7 +234,7 @@ def _read_tensors(path: Path) -> dict[str, Array]:
             )
         raise EngineError(f"{path.parent} has no {WEIGHTS}")
     try:
-        found = deserialize(path.read_bytes())
+        found = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise EngineError(f"{path} cannot be read: {error}") from None
     tensors = {}
