@@ -275,32 +275,35 @@ def test_a_deleted_checkpoint_is_gone_with_its_files(records: Records) -> None:
     assert records.save(model, 3, "a")["path"].endswith("/a")
 
 
-def test_a_sampler_that_has_its_weights_outlives_their_deletion(records: Records) -> None:
+def sampler_of(records: Records, model: str, number: int = 0) -> str:
+    body = {
+        "session_id": model.split(":")[0],
+        "sampling_session_seq_id": number,
+        "model_path": f"tinker://{model}/sampler_weights/a",
+    }
+    return str(records.wire.post("create_sampling_session", body)["sampling_session_id"])
+
+
+@pytest.mark.covers("S31")
+def test_a_sampler_that_has_its_weights_keeps_them_when_they_are_deleted_and_saved_anew(records: Records) -> None:
     wire, model = records.wire, records.wire.model()
     records.save(model, 1, "a", "save_weights_for_sampler")
-    samplers = []
-    for number in range(2):
-        body = {
-            "session_id": model.split(":")[0],
-            "sampling_session_seq_id": number,
-            "model_path": f"tinker://{model}/sampler_weights/a",
-        }
-        samplers.append(wire.post("create_sampling_session", body)["sampling_session_id"])
-    before = wire.run("asample", sample_json(samplers[0]))
+    sampler = sampler_of(records, model)
+    before = wire.run("asample", sample_json(sampler))["sequences"]
     records.call("DELETE", f"training_runs/{model}/checkpoints/sampler_weights/a")
-    after = wire.run("asample", sample_json(samplers[0], 1))
-    assert after["sequences"][0]["tokens"] == before["sequences"][0]["tokens"]
+    assert wire.run("asample", sample_json(sampler, 1))["sequences"][0]["logprobs"] == before[0]["logprobs"]
+    wire.run("forward_backward", pass_json(model, 2, tokens=(110, 111, 112)))
+    wire.run("optim_step", step_json(model, 3))
+    records.save(model, 4, "a", "save_weights_for_sampler")
+    assert wire.run("asample", sample_json(sampler, 2))["sequences"][0]["logprobs"] == before[0]["logprobs"]
+    fresh = wire.run("asample", sample_json(sampler_of(records, model, 1)))["sequences"]
+    assert fresh[0]["logprobs"] != before[0]["logprobs"]
 
 
 def test_a_deleted_checkpoint_nobody_has_loaded_cannot_be_sampled(records: Records) -> None:
     wire, model = records.wire, records.wire.model()
     records.save(model, 1, "a", "save_weights_for_sampler")
-    body = {
-        "session_id": model.split(":")[0],
-        "sampling_session_seq_id": 0,
-        "model_path": f"tinker://{model}/sampler_weights/a",
-    }
-    sampler = wire.post("create_sampling_session", body)["sampling_session_id"]
+    sampler = sampler_of(records, model)
     records.call("DELETE", f"training_runs/{model}/checkpoints/sampler_weights/a")
     heard = wire.send("asample", sample_json(sampler))
     assert heard.status == 410
@@ -538,6 +541,8 @@ def test_what_was_published_can_be_read_by_others_and_changed_by_none(records: R
     records.call("GET", f"training_runs/{model}?access_scope=owned", status=404)
     for method, suffix, body in (("DELETE", "", None), ("DELETE", "/publish", None), ("PUT", "/ttl", {})):
         records.call(method, f"training_runs/{model}/checkpoints/weights/a{suffix}", body, status=404)
+    records.change("checkpoints", "public = 0")
+    assert "no longer published" in records.call("POST", "asample", sample_json(sampler, 1), status=410)["detail"]
 
 
 # ── through the clients ──────────────────────────────────────────────────────────────────────────────────────────

@@ -116,14 +116,19 @@ def sync(paths: Iterable[Path]) -> None:
             os.close(handle)
 
 
-def readable(state: State, path: str, owner: str) -> SavedCheckpoint | None:
-    """A checkpoint that someone may read: their own, or a published one."""
+def is_shown(saved: SavedCheckpoint, reader: str) -> bool:
+    """Whether someone may read a checkpoint: its owner, and everyone once it is published."""
+    return saved.public or saved.owner == reader
+
+
+def readable(state: State, path: str, reader: str) -> SavedCheckpoint | None:
+    """A checkpoint that is there, and that someone may read."""
     saved = state.store.checkpoint(path)
-    return saved if saved is not None and (saved.public or saved.owner == owner) else None
+    return saved if saved is not None and is_shown(saved, reader) else None
 
 
 def find_checkpoint(
-    state: State, path: str, kind: str, base_model: str | None = None, *, owner: str
+    state: State, path: str, kind: str, base_model: str | None = None, *, reader: str
 ) -> SavedCheckpoint:
     """A checkpoint of the kind (and the base model) an operation needs; each mistake gets its own message."""
     try:
@@ -135,7 +140,7 @@ def find_checkpoint(
             f"{path} is a {parsed.checkpoint_type} checkpoint; this needs a {KINDS[kind]} one "
             f"(tinker://<run>/{kind}/<name>)"
         )
-    saved = readable(state, path, owner)
+    saved = readable(state, path, reader)
     if saved is None:
         raise EngineError(f"there is no checkpoint {path}; it was never saved, or has been deleted or expired")
     if base_model is not None and saved.base_model != base_model:

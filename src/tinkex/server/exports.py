@@ -48,6 +48,8 @@ LIFETIME = 15 * 60
 MOST_RECIPIENTS = 10
 ARCHIVE = "archive.tar"
 SECRET = "signing.key"
+IN_PROCESS = "http://local"
+"""What addresses of an embedded server begin with; its clients take it for their own."""
 CHUNK = 1 << 20
 
 
@@ -140,11 +142,11 @@ def _address(state: State, call: Call, file: str, expires: int) -> str:
     parts = [call.path[part] for part in ("training_run_id", "kind", "name")] + [file]
     signature = _signature(state.data_dir, parts, str(expires))
     place = "/".join(quote(part, safe=":") for part in parts)
-    return f"{call.base_url}{PREFIX}/downloads/{place}?expires={expires}&signature={signature}"
+    return f"{call.base_url or IN_PROCESS}{PREFIX}/downloads/{place}?expires={expires}&signature={signature}"
 
 
 def _signature(data_dir: Path, parts: Sequence[str], expires: str) -> str:
-    message = "\n".join([*parts, expires]).encode()
+    message = "\n".join(["download", *parts, expires]).encode()
     return hmac.new(_secret(data_dir), message, hashlib.sha256).hexdigest()
 
 

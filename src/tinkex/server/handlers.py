@@ -351,7 +351,7 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
     base_model = (await live_run(state, model_id)).run.base_model
 
     def work() -> LoadWeightsResponse:
-        saved = find_checkpoint(state, request.path, "weights", base_model, owner=call.owner)
+        saved = find_checkpoint(state, request.path, "weights", base_model, reader=call.owner)
         state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
         return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
 
@@ -365,7 +365,7 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
     session_id, model_id = request.session_id, f"{request.session_id}:train:{request.model_seq_id}"
 
     def work() -> Run:
-        saved = find_checkpoint(state, request.path, "weights", request.base_model, owner=call.owner)
+        saved = find_checkpoint(state, request.path, "weights", request.base_model, reader=call.owner)
         run = new_run(state, model_id, session_id, saved.base_model, saved.lora, request)
         try:
             state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
@@ -409,18 +409,18 @@ async def create_sampling_session(state: State, call: Call) -> CreateSamplingSes
     """Bind a sampler to a base model or a checkpoint."""
     request: CreateSamplingSessionRequest = call.request
     await require_session(state, request.session_id)
-    base_model = await _source(state, request.base_model, request.model_path, call.owner)
+    base_model = await _source(state, call, request.base_model, request.model_path)
     sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
     sampler = Sampler(sampler_id, request.session_id, base_model, request.model_path)
     await asyncio.to_thread(state.store.add_sampler, sampler)
     return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
 
-async def _source(state: State, base_model: str | None, model_path: str | None, owner: str) -> str:
+async def _source(state: State, call: Call, base_model: str | None, model_path: str | None) -> str:
     """The base model under what someone wants to sample from; refuses what is not there."""
     try:
         if model_path is not None:
-            saved = await asyncio.to_thread(find_checkpoint, state, model_path, "sampler_weights", owner=owner)
+            saved = await asyncio.to_thread(find_checkpoint, state, model_path, "sampler_weights", reader=call.owner)
             base_model = saved.base_model
         if base_model is None:
             raise EngineError("sampling needs a base_model or a model_path")
@@ -442,7 +442,7 @@ async def get_sampler(state: State, call: Call) -> GetSamplerResponse:
 async def asample(state: State, call: Call) -> UntypedAPIFuture:
     """Draw samples; a repeated number gives the original receipt, and draws nothing."""
     request: SampleRequest = call.request
-    sampler = await _sampler_of(state, request, call.owner)
+    sampler = await _sampler_of(state, call, request)
     number = secrets.token_hex(8) if request.seq_id is None else request.seq_id
     request_id, target = f"{sampler.sampler_id}:{number}", target_of(sampler.sampler_id, request.seq_id)
     known = state.promises.get(request_id)
@@ -463,7 +463,7 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
 async def stream_sample(state: State, call: Call) -> SampleStream:
     """Draw samples and send each token when it is there; the number is not used, for nothing is kept under it."""
     request: SampleRequest = call.request
-    sampler = await _sampler_of(state, request, call.owner)
+    sampler = await _sampler_of(state, call, request)
     source = await find_source(state, sampler)
     job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
 
@@ -473,12 +473,12 @@ async def stream_sample(state: State, call: Call) -> SampleStream:
     return SampleStream(start, lambda: state.worker.cancel(job), state.limits.quiet_seconds)
 
 
-async def _sampler_of(state: State, request: SampleRequest, owner: str) -> Sampler:
+async def _sampler_of(state: State, call: Call, request: SampleRequest) -> Sampler:
     """The sampler a request names, or one made for the model or checkpoint that it names instead."""
     if not 1 <= request.num_samples <= state.limits.samples:
         raise Refusal(400, f"num_samples must lie between 1 and {state.limits.samples}, got {request.num_samples}")
     if request.sampling_session_id is None:
-        base_model = await _source(state, request.base_model, request.model_path, owner)
+        base_model = await _source(state, call, request.base_model, request.model_path)
         return Sampler(f"direct:{uuid.uuid4()}", "direct", base_model, request.model_path)
     sampler = await asyncio.to_thread(state.store.sampler, request.sampling_session_id)
     if sampler is None:

@@ -83,10 +83,10 @@ class Call:
     digest: bytes
     owner: str = LOCAL_OWNER
     """Who asks: the account of the key."""
+    base_url: str | None = None
+    """Where the caller found this server; None when it is in the same process."""
     query: dict[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
-    base_url: str = "http://local"
-    """Where the caller found this server: addresses in answers begin with it."""
 
 
 class State:
@@ -104,6 +104,8 @@ class State:
         self.snapshots: dict[str, Path | None] = {}
         """Nameless samplers, and where their weights are once they had to make room in memory."""
         self.loading: dict[str, asyncio.Future[None]] = {}
+        self.bound: dict[str, str] = {}
+        """Which weights the samplers of open sessions began with: they never change to others of the same path."""
         data_dir.mkdir(parents=True, exist_ok=True)
         self.checkpoint_dir = data_dir / "checkpoints"
         self.checkpoint_dir.mkdir(exist_ok=True)
@@ -137,6 +139,8 @@ class State:
         for sampler in [name for name in self.snapshots if name.startswith(f"{session_id}:")]:
             self.worker.run(self._forget_snapshot, sampler, self.snapshots.pop(sampler))
             self.loading.pop(sampler, None)
+        for sampler in [name for name in self.bound if name.startswith(f"{session_id}:")]:
+            del self.bound[sampler]
         self.promises.forget_session(session_id)
 
     def after_loss(self, request_id: str) -> str | None:
