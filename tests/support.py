@@ -138,6 +138,31 @@ def custom_loss(client: Any, types: Any, data: list[Any]) -> None:
     assert client.forward(data, "cross_entropy").result(60).metrics["loss:sum"] < reference
 
 
+def logprobs_by_peft(model_dir: Path, adapter: Path, data: list[Any]) -> list[Any]:
+    """What transformers and peft make of an adapter's files, unchanged."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(adapter))
+    found = []
+    for datum in data:
+        targets = torch.tensor(datum.loss_fn_inputs["target_tokens"].to_numpy())
+        with torch.no_grad():
+            rows = model(torch.tensor([datum.model_input.to_ints()])).logits[0].log_softmax(-1)
+        found.append(rows[torch.arange(len(targets)), targets].numpy())
+    return found
+
+
+def assert_peft_agrees(client: Any, types: Any, model_dir: Path, adapter: Path) -> None:
+    """A training client must compute what peft computes with these files."""
+    data = make_data(types, seed=9)
+    output = client.forward(data, "cross_entropy").result(60)
+    for ours, theirs in zip(output.loss_fn_outputs, logprobs_by_peft(model_dir, adapter, data), strict=True):
+        np.testing.assert_allclose(ours["logprobs"].to_numpy(), theirs, rtol=2e-5, atol=2e-5)
+
+
 @dataclass(frozen=True)
 class Heard:
     """What a server answered."""

@@ -10,6 +10,7 @@ import click
 from tinkex._version import __version__
 
 COMMANDS = {
+    "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Bring checkpoints in from elsewhere."),
     "demo": ("tinkex.cli.demo:demo", "Watch a small model learn to add, on this machine."),
     "serve": ("tinkex.cli.serve:serve", "Serve models on this machine to any Tinker client."),
 }

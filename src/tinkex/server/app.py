@@ -20,7 +20,9 @@ from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
 from tinkex.server import revival
+from tinkex.server.exports import download_route
 from tinkex.server.handlers import HANDLERS
+from tinkex.server.records import misnamed_route
 from tinkex.server.results import encoding
 from tinkex.server.state import Call, Limits, Refusal, State
 from tinkex.server.submission import digest_of, spend_number
@@ -57,6 +59,7 @@ def create_app(
         for op in OPERATIONS
         if op is RETRIEVE_FUTURE or op.name in HANDLERS  # what this server cannot do is not there, and 404 says so
     ]
+    routes += [download_route(state), misnamed_route()]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route})
 
 
@@ -169,6 +172,8 @@ async def _body(request: Request, limit: int) -> bytes:
 
 
 async def _answer(op: Operation, state: State, request: Request, call: Call) -> Response:
+    if op.traffic == "rest":
+        call.base_url = str(request.base_url).rstrip("/")
     result = await HANDLERS[op.name](state, call)
     if isinstance(result, Response):
         return result

@@ -8,79 +8,113 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkex.engine import EngineError
+from tinkex.server.catalogue import Catalogue, discard
 from tinkex.server.state import State
-from tinkex.server.store import Run, SavedCheckpoint
+from tinkex.server.store import Run, SavedCheckpoint, Store
 from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+NAME_RULE = "use letters, digits, '.', '_' and '-', at most 200, and no '.' or '-' in front"
 MIN_TTL, MAX_TTL = 3600, 10 * 366 * 24 * 3600
 
 
-def save_checkpoint(
-    state: State,
-    run: Run,
-    kind: str,
-    name: str,
-    *,
-    optimizer: bool,
-    overwrite: bool,
-    ttl_seconds: int | None,
-    user_metadata: dict[str, str] | None,
-    request_id: str | None = None,
-) -> str:
-    """Write to a temporary name, rename, then record: a checkpoint is whole or not there. On the worker."""
+def check_name(name: str) -> None:
+    """Refuse a name that a checkpoint cannot have."""
     if not NAME.fullmatch(name):
-        raise EngineError(
-            f"checkpoint name {name!r} is not allowed: use letters, digits, '.', '_' and '-', at most 200"
-        )
-    if ttl_seconds is not None and not MIN_TTL <= ttl_seconds <= MAX_TTL:
+        raise EngineError(f"checkpoint name {name!r} is not allowed: {NAME_RULE}")
+
+
+def expiry(ttl_seconds: int | None) -> float | None:
+    """When something expires that lives so long from now on; refuses what is out of range."""
+    if ttl_seconds is None:
+        return None
+    if not MIN_TTL <= ttl_seconds <= MAX_TTL:
         raise EngineError(f"ttl_seconds must lie between {MIN_TTL} and {MAX_TTL}, got {ttl_seconds}")
-    path = f"{SCHEME}{run.model_id}/{kind}/{name}"
-    existing = state.store.checkpoint(path)
-    if existing is not None and request_id is not None and existing.request_id == request_id:
-        return path  # the server was killed between this and the answer
-    if existing is not None and not overwrite:
-        hint = "; pass overwrite=True to replace it" if kind == "weights" else ""
+    return time.time() + ttl_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A checkpoint that is to be made."""
+
+    kind: str
+    name: str
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict)
+    overwrite: bool = False
+    project_id: str | None = None
+    request_id: str | None = None
+    """Who asks for it: carried out again after a crash, a request finds its own work done."""
+
+
+def save_checkpoint(
+    state: State, run: Run, wanted: Wanted, *, optimizer: bool, finish: Callable[[Path], None] | None = None
+) -> SavedCheckpoint:
+    """Save what a run has learnt; `finish` may change the files before they are in place. On the worker."""
+
+    def write(directory: Path) -> None:
+        state.engine.save(run.model_id, directory, optimizer=optimizer)
+        if finish is not None:
+            finish(directory)
+
+    return put_files(state.store, state.checkpoint_dir, run, wanted, write)
+
+
+def put_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]) -> SavedCheckpoint:
+    """Write to a temporary name, flush, rename, then record: a checkpoint is whole or not there."""
+    check_name(wanted.name)
+    expires = expiry(wanted.ttl_seconds)
+    path = f"{SCHEME}{run.model_id}/{wanted.kind}/{wanted.name}"
+    existing = store.checkpoint(path)
+    if existing is not None and wanted.request_id is not None and existing.request_id == wanted.request_id:
+        return existing
+    if existing is not None and not wanted.overwrite:
+        hint = "; pass overwrite=True to replace it" if wanted.kind == "weights" else ""
         raise EngineError(f"checkpoint {path} exists already{hint}")
-    parent = state.checkpoint_dir / run.model_id.replace(":", "_") / kind
+    replaced = Catalogue(store).directory(path)
+    parent = root / run.model_id.replace(":", "_") / wanted.kind
     parent.mkdir(parents=True, exist_ok=True)
-    target = parent / (name if existing is None else f"{name}.{secrets.token_hex(4)}")
+    target = parent / wanted.name
     scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
     try:
-        state.engine.save(run.model_id, scratch, optimizer=optimizer)
-        if target.exists():  # an expired checkpoint, or one whose record was lost: the name is free
-            shutil.rmtree(target)
+        write(scratch)
+        sync([*scratch.iterdir(), scratch])
+        if target.exists():  # what is replaced stays whole until its successor is on record
+            target = parent / f"{wanted.name}.{secrets.token_hex(4)}"
         scratch.rename(target)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    _sync_directory(parent)
-    state.store.put_checkpoint(
-        SavedCheckpoint(
-            tinker_path=path,
-            model_id=run.model_id,
-            directory=target,
-            created=time.time(),
-            base_model=run.base_model,
-            lora=run.lora,
-            optimizer=run.optimizer,
-            size_bytes=sum(file.stat().st_size for file in target.iterdir()),
-            expires=None if ttl_seconds is None else time.time() + ttl_seconds,
-            user_metadata=user_metadata or {},
-            owner=run.owner,
-            request_id=request_id,
-        )
+    sync([parent])
+    saved = SavedCheckpoint(
+        tinker_path=path,
+        model_id=run.model_id,
+        directory=target,
+        created=time.time(),
+        base_model=run.base_model,
+        lora=run.lora,
+        optimizer=run.optimizer,
+        size_bytes=sum(file.stat().st_size for file in target.iterdir()),
+        expires=expires,
+        user_metadata=wanted.user_metadata,
+        owner=run.owner,
+        project_id=wanted.project_id,
+        request_id=wanted.request_id,
     )
-    if existing is not None:
-        shutil.rmtree(existing.directory, ignore_errors=True)
-    return path
+    store.put_checkpoint(saved)
+    if replaced is not None:
+        discard(replaced)
+    return saved
 
 
-def _sync_directory(path: Path) -> None:
-    if os.name == "posix":
+def sync(paths: Iterable[Path]) -> None:
+    """Have what was written to files and directories on the disk."""
+    for path in paths if os.name == "posix" else ():
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -88,7 +122,20 @@ def _sync_directory(path: Path) -> None:
             os.close(handle)
 
 
-def find_checkpoint(state: State, path: str, kind: str, base_model: str | None = None) -> SavedCheckpoint:
+def is_shown(saved: SavedCheckpoint, reader: str) -> bool:
+    """Whether someone may read a checkpoint: its owner, and everyone once it is published."""
+    return saved.public or saved.owner == reader
+
+
+def readable(state: State, path: str, reader: str) -> SavedCheckpoint | None:
+    """A checkpoint that is there, and that someone may read."""
+    saved = state.store.checkpoint(path)
+    return saved if saved is not None and is_shown(saved, reader) else None
+
+
+def find_checkpoint(
+    state: State, path: str, kind: str, base_model: str | None = None, *, reader: str
+) -> SavedCheckpoint:
     """A checkpoint of the kind (and the base model) an operation needs; each mistake gets its own message."""
     try:
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
@@ -99,7 +146,7 @@ def find_checkpoint(state: State, path: str, kind: str, base_model: str | None =
             f"{path} is a {parsed.checkpoint_type} checkpoint; this needs a {KINDS[kind]} one "
             f"(tinker://<run>/{kind}/<name>)"
         )
-    saved = state.store.checkpoint(path)
+    saved = readable(state, path, reader)
     if saved is None:
         raise EngineError(f"there is no checkpoint {path}; it was never saved, or has been deleted or expired")
     if base_model is not None and saved.base_model != base_model:

@@ -16,8 +16,20 @@ from typing import Any, TypeAlias
 
 from tinkex.codec import Body
 from tinkex.engine import EngineError, Listener
-from tinkex.server.checkpoints import find_checkpoint, save_checkpoint
+from tinkex.server.checkpoints import Wanted, find_checkpoint, readable, save_checkpoint
 from tinkex.server.completions import poll, target_of
+from tinkex.server.exports import get_checkpoint_archive, get_external_weights_urls, save_weights_external
+from tinkex.server.records import (
+    copy_weights,
+    delete_checkpoint,
+    get_training_run,
+    list_checkpoints,
+    list_training_runs,
+    list_user_checkpoints,
+    publish_checkpoint,
+    set_checkpoint_ttl,
+    unpublish_checkpoint,
+)
 from tinkex.server.samplers import draw, find_source
 from tinkex.server.scheduler import CANCELLED
 from tinkex.server.state import CARRY_ON, Call, LiveRun, Refusal, State
@@ -345,24 +357,26 @@ async def get_info(state: State, call: Call) -> GetInfoResponse:
 # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _request_id(request: SaveWeightsRequest | SaveWeightsForSamplerRequest) -> str | None:
+    return None if request.seq_id is None else f"{request.model_id}:{request.seq_id}"
+
+
 async def save_weights(state: State, call: Call) -> UntypedAPIFuture:
     """Save weights and optimizer state."""
     request: SaveWeightsRequest = call.request
     run = (await live_run(state, request.model_id)).run
 
     def work() -> SaveWeightsResponse:
-        path = save_checkpoint(
-            state,
-            run,
+        wanted = Wanted(
             "weights",
             request.path or f"step-{request.seq_id}",
-            optimizer=True,
-            overwrite=request.overwrite,
-            ttl_seconds=request.ttl_seconds,
-            user_metadata=request.user_metadata,
-            request_id=None if request.seq_id is None else f"{request.model_id}:{request.seq_id}",
+            request.ttl_seconds,
+            request.user_metadata or {},
+            request.overwrite,
+            request_id=_request_id(request),
         )
-        return SaveWeightsResponse(path=path, type="save_weights")
+        saved = save_checkpoint(state, run, wanted, optimizer=True)
+        return SaveWeightsResponse(path=saved.tinker_path, type="save_weights")
 
     return await enqueue(state, call, request.model_id, request.seq_id, work)
 
@@ -374,18 +388,15 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
 
     def work() -> SaveWeightsForSamplerResponseInternal:
         if request.path is not None:
-            path = save_checkpoint(
-                state,
-                run,
+            wanted = Wanted(
                 "sampler_weights",
                 request.path,
-                optimizer=False,
-                overwrite=False,
-                ttl_seconds=request.ttl_seconds,
-                user_metadata=request.user_metadata,
-                request_id=None if request.seq_id is None else f"{request.model_id}:{request.seq_id}",
+                request.ttl_seconds,
+                request.user_metadata or {},
+                request_id=_request_id(request),
             )
-            return SaveWeightsForSamplerResponseInternal(path=path, type="save_weights_for_sampler")
+            saved = save_checkpoint(state, run, wanted, optimizer=False)
+            return SaveWeightsForSamplerResponseInternal(path=saved.tinker_path, type="save_weights_for_sampler")
         if request.sampling_session_seq_id is None:
             raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
@@ -425,7 +436,7 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
     base_model = (await live_run(state, model_id)).run.base_model
 
     def work() -> LoadWeightsResponse:
-        saved = find_checkpoint(state, request.path, "weights", base_model)
+        saved = find_checkpoint(state, request.path, "weights", base_model, reader=call.owner)
         state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
         return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
 
@@ -439,7 +450,7 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
     session_id, model_id = request.session_id, f"{request.session_id}:train:{request.model_seq_id}"
 
     def work() -> LiveRun:
-        saved = find_checkpoint(state, request.path, "weights", request.base_model)
+        saved = find_checkpoint(state, request.path, "weights", request.base_model, reader=call.owner)
         optimizer = request.optimizer_config or OptimizerConfigBase.from_wire(saved.optimizer)
         run = new_run(state, model_id, session_id, saved.base_model, saved.lora, optimizer, request.user_metadata, call)
         live = LiveRun(run)
@@ -467,7 +478,7 @@ async def weights_info(state: State, call: Call) -> WeightsInfoResponse:
         ParsedCheckpointTinkerPath.from_tinker_path(request.tinker_path)
     except ValueError as error:
         raise Refusal(400, str(error)) from None
-    saved = await asyncio.to_thread(state.store.checkpoint, request.tinker_path)
+    saved = await asyncio.to_thread(readable, state, request.tinker_path, call.owner)
     if saved is None:
         raise Refusal(404, f"there is no checkpoint {request.tinker_path}")
     return WeightsInfoResponse(
@@ -488,18 +499,18 @@ async def create_sampling_session(state: State, call: Call) -> CreateSamplingSes
     """Bind a sampler to a base model or a checkpoint."""
     request: CreateSamplingSessionRequest = call.request
     await require_session(state, request.session_id)
-    base_model = await _source(state, request.base_model, request.model_path)
+    base_model = await _source(state, call, request.base_model, request.model_path)
     sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
     sampler = Sampler(sampler_id, request.session_id, base_model, request.model_path)
     await asyncio.to_thread(state.store.add_sampler, sampler)
     return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
 
-async def _source(state: State, base_model: str | None, model_path: str | None) -> str:
+async def _source(state: State, call: Call, base_model: str | None, model_path: str | None) -> str:
     """The base model under what someone wants to sample from; refuses what is not there."""
     try:
         if model_path is not None:
-            saved = await asyncio.to_thread(find_checkpoint, state, model_path, "sampler_weights")
+            saved = await asyncio.to_thread(find_checkpoint, state, model_path, "sampler_weights", reader=call.owner)
             base_model = saved.base_model
         if base_model is None:
             raise EngineError("sampling needs a base_model or a model_path")
@@ -521,7 +532,7 @@ async def get_sampler(state: State, call: Call) -> GetSamplerResponse:
 async def asample(state: State, call: Call) -> UntypedAPIFuture:
     """Draw samples; a repeated number gives the original receipt, and draws nothing."""
     request: SampleRequest = call.request
-    sampler = await _sampler_of(state, request)
+    sampler = await _sampler_of(state, call, request)
     number = secrets.token_hex(8) if request.seq_id is None else request.seq_id
     request_id, target = f"{sampler.sampler_id}:{number}", target_of(sampler.sampler_id, request.seq_id)
     known = state.promises.get(request_id)
@@ -545,7 +556,7 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
 async def stream_sample(state: State, call: Call) -> SampleStream:
     """Draw samples and send each token when it is there; the number is not used, for nothing is kept under it."""
     request: SampleRequest = call.request
-    sampler = await _sampler_of(state, request)
+    sampler = await _sampler_of(state, call, request)
     source = await find_source(state, sampler)
     job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
 
@@ -555,12 +566,12 @@ async def stream_sample(state: State, call: Call) -> SampleStream:
     return SampleStream(start, lambda: state.worker.cancel(job), state.limits.quiet_seconds)
 
 
-async def _sampler_of(state: State, request: SampleRequest) -> Sampler:
+async def _sampler_of(state: State, call: Call, request: SampleRequest) -> Sampler:
     """The sampler a request names, or one made for the model or checkpoint that it names instead."""
     if not 1 <= request.num_samples <= state.limits.samples:
         raise Refusal(400, f"num_samples must lie between 1 and {state.limits.samples}, got {request.num_samples}")
     if request.sampling_session_id is None:
-        base_model = await _source(state, request.base_model, request.model_path)
+        base_model = await _source(state, call, request.base_model, request.model_path)
         return Sampler(f"direct:{uuid.uuid4()}", "direct", base_model, request.model_path)
     sampler = await asyncio.to_thread(state.store.sampler, request.sampling_session_id)
     if sampler is None:
@@ -627,5 +638,17 @@ HANDLERS: dict[str, Handler] = {
         get_server_capabilities,
         healthz,
         telemetry,
+        save_weights_external,
+        copy_weights,
+        list_training_runs,
+        get_training_run,
+        list_checkpoints,
+        list_user_checkpoints,
+        delete_checkpoint,
+        publish_checkpoint,
+        unpublish_checkpoint,
+        set_checkpoint_ttl,
+        get_external_weights_urls,
+        get_checkpoint_archive,
     )
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.engine import EngineError, Listener
+from tinkex.server.checkpoints import is_shown
 from tinkex.server.state import Refusal, State
 from tinkex.server.store import Sampler
 from tinkex.types.sampling import SampleRequest, SampleResponse
@@ -37,10 +38,19 @@ async def find_source(state: State, sampler: Sampler) -> WeightSource:
     if sampler.model_path is None:
         return WeightSource(f"base/{sampler.base_model}", sampler.base_model)
     saved = await asyncio.to_thread(state.store.checkpoint, sampler.model_path)
-    if saved is None:
-        raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
-    # The time belongs to the name: a path may be saved again once its first checkpoint has expired.
-    return WeightSource(f"{saved.tinker_path}@{saved.created}", saved.base_model, saved.directory)
+    bound = state.bound.get(sampler.sampler_id)
+    if saved is not None and not is_shown(saved, sampler.owner):
+        raise Refusal(410, f"checkpoint {sampler.model_path} is no longer published")
+    if saved is not None:
+        # The time belongs to the name: a path may be saved again once its first checkpoint is gone.
+        name = f"{saved.tinker_path}@{saved.created}"
+        if bound in (None, name):
+            if sampler.session_id in state.heard:
+                state.bound[sampler.sampler_id] = name
+            return WeightSource(name, saved.base_model, saved.directory)
+    if bound is not None and bound in state.loading:  # weights that are still in memory may be sampled from
+        return WeightSource(bound, sampler.base_model, is_loadable=False)
+    raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
 
 
 async def _find_snapshot(state: State, sampler: Sampler) -> None:

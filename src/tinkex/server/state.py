@@ -14,6 +14,7 @@ from typing import Any
 
 from tinkex import codec
 from tinkex.engine import BaseModel, Engine, EngineError
+from tinkex.server.catalogue import Catalogue
 from tinkex.server.journal import Committer, Journal
 from tinkex.server.promises import Promise, Promises
 from tinkex.server.scheduler import Lane, Worker
@@ -106,6 +107,8 @@ class Call:
     """The seed that was drawn for a sample, if it was drawn before."""
     owner: str = LOCAL_OWNER
     """Who asks: the account of the key."""
+    base_url: str | None = None
+    """Where the caller found this server; None when it is in the same process."""
     query: dict[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -137,12 +140,17 @@ class State:
         self.reviving: dict[str, asyncio.Task[None]] = {}
         self.revive: Callable[[str], Coroutine[Any, Any, None]] | None = None
         """Takes up again what an earlier life of the server had of a run or of a session's samples."""
+        self.bound: dict[str, str] = {}
+        """Which weights the samplers of open sessions began with: they never change to others of the same path."""
         data_dir.mkdir(parents=True, exist_ok=True)
         self.left = {found.name for place in ("runs", "samples") for found in (data_dir / place).glob("*")}
         """The names of what an earlier life left in its journals."""
         self.checkpoint_dir = data_dir / "checkpoints"
         self.checkpoint_dir.mkdir(exist_ok=True)
         self.store = Store(data_dir / "tinkex.sqlite3")
+        self.catalogue = Catalogue(self.store)
+        self.asked: dict[str, float] = {}
+        """When something was last asked of runs, until it is on record."""
 
     # ── what is on disk of what is live ──────────────────────────────────────────────────────────────────────────
 
@@ -209,10 +217,13 @@ class State:
                 live.gap_timer.cancel()
             self.worker.run(self.engine.drop, model_id)
         self.worker.run(self.engine.drop_losses, f"{session_id}:")
+        self.worker.run(self.catalogue.touch, self._take_asked())
         self.worker.cancel_samples(f"{session_id}:")
         for sampler in [name for name in self.snapshots if name.startswith(f"{session_id}:")]:
             self.worker.run(self._forget_snapshot, sampler, self.snapshots.pop(sampler))
             self.loading.pop(sampler, None)
+        for sampler in [name for name in self.bound if name.startswith(f"{session_id}:")]:
+            del self.bound[sampler]
         self.promises.forget_session(session_id)
         self.samples.pop(session_id, None)
         prefix = file_name(session_id)
@@ -282,3 +293,9 @@ class State:
         for session_id in [s for s, heard in self.heard.items() if heard < silent]:
             await asyncio.to_thread(self.store.finish_session, session_id, "expired", "no heartbeat")
             self.end_session(session_id)
+        await asyncio.to_thread(self.catalogue.touch, self._take_asked())
+        await asyncio.to_thread(self.catalogue.sweep)
+
+    def _take_asked(self) -> dict[str, float]:
+        asked, self.asked = self.asked, {}
+        return asked

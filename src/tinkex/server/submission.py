@@ -103,6 +103,7 @@ async def live_run(state: State, model_id: str) -> LiveRun:
         live = state.runs.get(model_id)
     if live is not None:
         state.heard[live.run.session_id] = time.monotonic()
+        state.asked[model_id] = time.time()
         return live
     if await asyncio.to_thread(state.store.run, model_id) is None:
         raise Refusal(404, f"there is no model {model_id!r}")

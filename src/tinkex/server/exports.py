@@ -1,0 +1,319 @@
+"""Weights that leave the server: exported checkpoints, archives, and the signed addresses they are fetched from.
+
+An address carries its own leave: a signature over what it names and until when, made with a secret of the data
+directory. Whoever has it needs no key, so that any program can fetch the files, in pieces if it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import datetime as dt
+import functools
+import hashlib
+import hmac
+import importlib
+import os
+import re
+import secrets
+import tarfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tinkex.engine import EngineError
+from tinkex.protocol import PREFIX
+from tinkex.server.checkpoints import Wanted, readable, save_checkpoint
+from tinkex.server.records import checkpoint_path, nothing_at
+from tinkex.server.state import Call, Refusal, State
+from tinkex.server.store import SavedCheckpoint
+from tinkex.server.submission import enqueue, live_run
+from tinkex.types.checkpoints import (
+    SCHEME,
+    ExternalWeightsUrlsResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponseInternal,
+)
+from tinkex.types.training import UntypedAPIFuture
+
+LIFETIME = 15 * 60
+MOST_RECIPIENTS = 10
+ARCHIVE = "archive.tar"
+SECRET = "signing.key"
+IN_PROCESS = "http://local"
+"""What addresses of an embedded server begin with; its clients take it for their own."""
+CHUNK = 1 << 20
+
+
+# ── exporting ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def save_weights_external(state: State, call: Call) -> UntypedAPIFuture:
+    """Save weights as files to fetch, encrypted when there are recipients."""
+    request: SaveWeightsExternalRequest = call.request
+    run = (await live_run(state, request.model_id)).run
+
+    def work() -> SaveWeightsExternalResponseInternal:
+        recipients = request.age_encryption_recipients
+        finish = encryption(recipients) if recipients else None
+        wanted = Wanted("external_weights", request.path, request.ttl_seconds)
+        saved = save_checkpoint(state, run, wanted, optimizer=False, finish=finish)
+        return SaveWeightsExternalResponseInternal(
+            path=saved.tinker_path, size_bytes=saved.size_bytes, type="save_weights_external"
+        )
+
+    return await enqueue(state, call, request.model_id, request.seq_id, work)
+
+
+def encryption(recipients: Sequence[str]) -> Callable[[Path], None]:
+    """What encrypts every file of a directory for its recipients; refuses what it cannot do before anything is done."""
+    if len(recipients) > MOST_RECIPIENTS:
+        raise EngineError(f"age_encryption_recipients: at most {MOST_RECIPIENTS} are possible, got {len(recipients)}")
+    try:
+        pyrage: Any = importlib.import_module("pyrage")
+    except ImportError:
+        raise EngineError(
+            "age_encryption_recipients: this server cannot encrypt, because pyrage is not installed there "
+            "(pip install pyrage); nothing was exported"
+        ) from None
+    keys = [_recipient(pyrage, text) for text in recipients]
+
+    def encrypt(directory: Path) -> None:
+        for path in list(directory.iterdir()):
+            pyrage.encrypt_file(str(path), str(path.with_name(f"{path.name}.age")), keys)
+            path.unlink()
+
+    return encrypt
+
+
+def _recipient(pyrage: Any, text: str) -> Any:
+    kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+    try:
+        return kind.Recipient.from_str(text)
+    except pyrage.RecipientError as error:
+        raise EngineError(
+            f"age_encryption_recipients: {text!r} is no recipient (age1… or ssh-… public keys are): {error}"
+        ) from None
+
+
+# ── signing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def get_external_weights_urls(state: State, call: Call) -> ExternalWeightsUrlsResponse:
+    """Signed addresses of the files of an export."""
+    saved = await _readable(state, call)
+    if call.path["kind"] != "external_weights":
+        raise Refusal(400, f"{saved.tinker_path} is no export: save_weights_external makes one")
+    expires = _expiry(saved)
+    names = await asyncio.to_thread(lambda: sorted(file.name for file in saved.directory.iterdir()))
+    urls = {name: _address(state, call, name, expires) for name in names}
+    return ExternalWeightsUrlsResponse(urls=urls, expires=dt.datetime.fromtimestamp(expires, dt.UTC))
+
+
+async def get_checkpoint_archive(state: State, call: Call) -> Response:
+    """Send on to the signed address of a checkpoint's files as one archive, as older clients ask for it."""
+    expires = _expiry(await _readable(state, call))
+    until = format_datetime(dt.datetime.fromtimestamp(expires, dt.UTC), usegmt=True)
+    return RedirectResponse(_address(state, call, ARCHIVE, expires), 302, {"Expires": until})
+
+
+async def _readable(state: State, call: Call) -> SavedCheckpoint:
+    path = checkpoint_path(call)
+    saved = await asyncio.to_thread(readable, state, path, call.owner)
+    if saved is None:
+        raise nothing_at(path)
+    return saved
+
+
+def _expiry(saved: SavedCheckpoint) -> int:
+    until = time.time() + LIFETIME
+    return int(until if saved.expires is None else min(until, saved.expires))
+
+
+def _address(state: State, call: Call, file: str, expires: int) -> str:
+    parts = [call.path[part] for part in ("training_run_id", "kind", "name")] + [file]
+    signature = _signature(state.data_dir, parts, str(expires))
+    place = "/".join(quote(part, safe=":") for part in parts)
+    return f"{call.base_url or IN_PROCESS}{PREFIX}/downloads/{place}?expires={expires}&signature={signature}"
+
+
+def _signature(data_dir: Path, parts: Sequence[str], expires: str) -> str:
+    message = "\n".join(["download", *parts, expires]).encode()
+    return hmac.new(_secret(data_dir), message, hashlib.sha256).hexdigest()
+
+
+@functools.cache
+def _secret(data_dir: Path) -> bytes:
+    """The data directory's secret, made when first needed; of two that are made at once the first stays."""
+    path = data_dir / SECRET
+    if not path.exists():
+        scratch = data_dir / f".{SECRET}.{secrets.token_hex(4)}"
+        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_bytes(32))
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(scratch, path)
+        except FileExistsError:
+            pass
+        finally:
+            scratch.unlink()
+    return path.read_bytes()
+
+
+# ── downloading ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def download_route(state: State) -> Route:
+    """Where signed addresses lead; no key is asked for."""
+
+    async def download(request: Request) -> Response:
+        try:
+            return await _download(state, request)
+        except Refusal as refusal:
+            return JSONResponse({"detail": refusal.detail}, refusal.status)
+
+    path = f"{PREFIX}/downloads/{{training_run_id}}/{{kind}}/{{name}}/{{file}}"
+    return Route(path, download, methods=["GET"], name="download")
+
+
+async def _download(state: State, request: Request) -> Response:
+    run, kind, name, file = (str(request.path_params[part]) for part in ("training_run_id", "kind", "name", "file"))
+    expires, given = (request.query_params.get(part, "") for part in ("expires", "signature"))
+    expected = await asyncio.to_thread(_signature, state.data_dir, [run, kind, name, file], expires)
+    if not hmac.compare_digest(given.encode(), expected.encode()):
+        raise Refusal(403, "this address is not signed by this server: ask for a new one, and use it unchanged")
+    if int(expires) <= time.time():
+        raise Refusal(403, "this address has expired: ask for a new one")
+    path = f"{SCHEME}{run}/{kind}/{name}"
+    saved = await asyncio.to_thread(state.store.checkpoint, path)
+    if saved is None:
+        raise nothing_at(path)
+    pieces = await asyncio.to_thread(_pieces, saved, file)
+    digest = await asyncio.to_thread(_digest, pieces)
+    return _respond(request, pieces, digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of what is sent: bytes, or a file as it was when the sending began."""
+
+    size: int
+    data: bytes = b""
+    path: Path | None = None
+    changed: int = 0
+
+    @classmethod
+    def of(cls, path: Path) -> Piece:
+        """A whole file."""
+        stat = path.stat()
+        return cls(stat.st_size, path=path, changed=stat.st_mtime_ns)
+
+
+def _pieces(saved: SavedCheckpoint, file: str) -> tuple[Piece, ...]:
+    """A file of a checkpoint, chosen from those that there are; or all of them as an archive."""
+    try:
+        paths = {path.name: path for path in sorted(saved.directory.iterdir())}
+        if file == ARCHIVE:
+            return tuple(_tar(paths.values(), int(saved.created)))
+        if file in paths:
+            return (Piece.of(paths[file]),)
+    except FileNotFoundError:
+        raise nothing_at(saved.tinker_path) from None
+    raise Refusal(404, f"{saved.tinker_path} has no file {file!r}")
+
+
+def _tar(paths: Iterable[Path], created: int) -> Iterator[Piece]:
+    """A tar of files, the same bytes whenever it is made."""
+    for path in paths:
+        piece = Piece.of(path)
+        header = tarfile.TarInfo(path.name)
+        header.size, header.mtime, header.mode = piece.size, created, 0o644
+        head = header.tobuf(tarfile.GNU_FORMAT)
+        yield Piece(len(head), head)
+        yield piece
+        if padding := -piece.size % tarfile.BLOCKSIZE:
+            yield Piece(padding, bytes(padding))
+    yield Piece(2 * tarfile.BLOCKSIZE, bytes(2 * tarfile.BLOCKSIZE))
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(pieces: tuple[Piece, ...]) -> bytes:
+    """SHA-256 of what is sent, worked out once for files that have not changed."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        if piece.path is None:
+            digest.update(piece.data)
+        else:
+            with piece.path.open("rb") as file:
+                while chunk := file.read(CHUNK):
+                    digest.update(chunk)
+    return digest.digest()
+
+
+def _respond(request: Request, pieces: tuple[Piece, ...], digest: bytes) -> Response:
+    size = sum(piece.size for piece in pieces)
+    headers = {
+        "Accept-Ranges": "bytes",
+        "ETag": f'"{digest.hex()}"',
+        "Repr-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
+        "Content-Type": "application/octet-stream",
+        "Cache-Control": "private, no-store",
+    }
+    start, stop, status = 0, size, 200
+    if request.headers.get("if-range", headers["ETag"]) == headers["ETag"]:
+        wanted = _range(request.headers.get("range", ""), size)
+        if wanted is not None:
+            start, stop = wanted
+            if start >= stop:
+                return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{size}"})
+            status, headers["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{size}"
+    headers["Content-Length"] = str(stop - start)
+    if request.method == "HEAD":
+        return Response(status_code=status, headers=headers)
+    return StreamingResponse(_read(pieces, start, stop), status, headers)
+
+
+def _range(header: str, size: int) -> tuple[int, int] | None:
+    """The span that a Range header asks for, empty when there is none such; None to send the whole."""
+    match = re.fullmatch(r"\s*bytes\s*=\s*(\d{0,18})-(\d{0,18})\s*", header)
+    if match is None or not any(match.groups()):  # several ranges at once may be answered with everything
+        return None
+    first, last = match.groups()
+    if not first:
+        return max(0, size - int(last)), size
+    if last and int(last) < int(first):
+        return None
+    return int(first), min(int(last) + 1, size) if last else size
+
+
+async def _read(pieces: tuple[Piece, ...], start: int, stop: int) -> AsyncIterator[bytes]:
+    """The bytes of a span."""
+    position = 0
+    for piece in pieces:
+        first, last = max(start - position, 0), min(stop - position, piece.size)
+        position += piece.size
+        if first >= last:
+            continue
+        if piece.path is None:
+            yield piece.data[first:last]
+            continue
+        with await asyncio.to_thread(piece.path.open, "rb") as file:
+            file.seek(first)
+            while first < last:
+                chunk = await asyncio.to_thread(file.read, min(CHUNK, last - first))
+                if not chunk:
+                    raise ConnectionError(
+                        f"{piece.path.name} has become shorter"
+                    )  # the reader must not take it for whole
+                first += len(chunk)
+                yield chunk
