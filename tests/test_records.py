@@ -417,7 +417,9 @@ def test_files_are_flushed_and_in_place_before_they_are_on_record(
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Store, "put_checkpoint", put)
-    records.save(records.wire.model(), 1, "a")
+    model = records.wire.model()
+    steps.clear()
+    records.save(model, 1, "a")
     assert steps[0] == "fake.json"
     assert steps[1].startswith(".saving-")
     assert steps[2:] == ["weights", "record"]

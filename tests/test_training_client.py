@@ -149,7 +149,7 @@ def test_many_threads_share_a_client(client: TrainingClient, log: Log, numbers: 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(work, thread) for thread in range(8)]:
             future.result(30)
-    assert log.calls == made
+    assert [call for call in log.calls if call != "save"] == made  # the server puts the run's state on disk meanwhile
     assert numbers == list(range(1, 41))
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tinkex.types.inputs import Datum
 
 SIZE = 8
+OPTIMIZERS = ("adamw", "dimuon")
 STATE = "fake.json"
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "custom")
 
@@ -80,6 +81,8 @@ class FakeEngine:
         self._base(base_model)
         if adapter in self._adapters:
             raise EngineError(f"there is an adapter {adapter!r} already")
+        if optimizer.type not in OPTIMIZERS:
+            raise EngineError(f"optimizer {optimizer.type!r} is not supported; there are {', '.join(OPTIMIZERS)}")
         self._adapters[adapter] = _Adapter(base_model, lora, np.zeros(SIZE), optimizer)
 
     def drop(self, adapter: str) -> None:
