@@ -11,6 +11,7 @@ from tinkex._version import __version__
 
 COMMANDS = {
     "demo": ("tinkex.cli.demo:demo", "Watch a small model learn to add, on this machine."),
+    "key": ("tinkex.cli.key:key", "Make, list and revoke the keys of a server on this machine."),
     "serve": ("tinkex.cli.serve:serve", "Serve models on this machine to any Tinker client."),
 }
 

@@ -67,6 +67,7 @@ def save_checkpoint(
             size_bytes=sum(file.stat().st_size for file in target.iterdir()),
             expires=None if ttl_seconds is None else time.time() + ttl_seconds,
             user_metadata=user_metadata or {},
+            owner=run.owner,
         )
     )
     if existing is not None:
@@ -83,8 +84,13 @@ def _sync_directory(path: Path) -> None:
             os.close(handle)
 
 
-def find_checkpoint(state: State, path: str, kind: str, base_model: str | None = None) -> SavedCheckpoint:
-    """A checkpoint of the kind (and the base model) an operation needs; each mistake gets its own message."""
+def find_checkpoint(
+    state: State, path: str, kind: str, base_model: str | None = None, *, reader: str
+) -> SavedCheckpoint:
+    """A checkpoint of the kind (and the base model) an operation needs; each mistake gets its own message.
+
+    One that its reader may not see is not there for them.
+    """
     try:
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
     except ValueError as error:
@@ -95,7 +101,7 @@ def find_checkpoint(state: State, path: str, kind: str, base_model: str | None =
             f"(tinker://<run>/{kind}/<name>)"
         )
     saved = state.store.checkpoint(path)
-    if saved is None:
+    if saved is None or not saved.is_shown_to(reader):
         raise EngineError(f"there is no checkpoint {path}; it was never saved, or has been deleted or expired")
     if base_model is not None and saved.base_model != base_model:
         raise EngineError(f"checkpoint {path} is of base model {saved.base_model!r}, this is {base_model!r}")

@@ -16,14 +16,29 @@ from typing import Any, TypeAlias
 
 from tinkex.codec import Body
 from tinkex.engine import EngineError, Listener
+from tinkex.server.accounts import auth_token, delete_api_key, get_api_key
 from tinkex.server.checkpoints import find_checkpoint, save_checkpoint
 from tinkex.server.completions import poll, target_of
 from tinkex.server.samplers import draw, find_source
 from tinkex.server.scheduler import CANCELLED
-from tinkex.server.state import CARRY_ON, Call, LiveRun, Refusal, State
+from tinkex.server.sessions import (
+    assign_session_project,
+    export_session_trace,
+    get_session,
+    list_sessions,
+    search_sessions,
+)
+from tinkex.server.state import CARRY_ON, EXPIRED, Call, LiveRun, Refusal, State
 from tinkex.server.store import Run, Sampler
 from tinkex.server.streams import SampleStream
 from tinkex.server.submission import digest_of, enqueue, enqueue_unload, failed_receipt, live_run, promise_once
+from tinkex.server.usage import (
+    get_audit_log,
+    get_billing_usage,
+    get_current_checkpoint_storage_usage,
+    metered,
+    metered_stream,
+)
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -89,6 +104,7 @@ async def client_config(state: State, call: Call) -> ClientConfigResponse:
     """How clients should behave: a call is one request, so that bad data in it leaves no half of its gradient."""
     assert isinstance(call.request, ClientConfigRequest)
     return ClientConfigResponse(
+        pjwt_auth_enabled=state.tokens,
         fwdbwd_max_chunk_len=1_000_000,
         fwdbwd_max_chunk_bytes_count=256_000_000,
         create_model_via_load_weights=True,
@@ -126,6 +142,10 @@ async def require_session(state: State, session_id: str) -> None:
         known = await asyncio.to_thread(state.store.session_state, session_id)
         if known is None:
             raise Refusal(404, f"there is no session {session_id!r}")
+        if known == EXPIRED:
+            seconds = state.limits.session_seconds
+            why = f"nothing was heard for {seconds:g} s (session_seconds)"
+            raise Refusal(410, f"session {session_id!r} is finished: {why}")
         if known == "finished":
             raise Refusal(410, f"session {session_id!r} is finished")
     state.heard[session_id] = time.monotonic()
@@ -179,7 +199,7 @@ async def create_model(state: State, call: Call) -> UntypedAPIFuture:
     lora = request.lora_config or LoraConfig(rank=DEFAULT_RANK)
 
     async def creating() -> CreateModelResponse:
-        run = await state.worker.run(new_run, state, model_id, request.session_id, request.base_model, lora, request)
+        run = await state.worker.run(new_run, state, model_id, call, request.base_model, lora)
         enter(state, run)
         return CreateModelResponse(model_id=model_id)
 
@@ -197,12 +217,13 @@ def enter(state: State, run: Run) -> None:
 def new_run(
     state: State,
     model_id: str,
-    session_id: str,
+    call: Call,
     base_model: str,
     lora: LoraConfig,
-    request: CreateModelRequest | LoadWeightsRequest,
 ) -> Run:
     """Make an adapter and put its run on record; on the worker."""
+    request: CreateModelRequest | LoadWeightsRequest = call.request
+    assert request.session_id is not None
     optimizer = request.optimizer_config.to_wire() if request.optimizer_config else {"type": "adamw"}
     if optimizer["type"] != "adamw":
         raise EngineError(f"optimizer {optimizer['type']!r} is not supported by this server; it has: adamw")
@@ -210,7 +231,7 @@ def new_run(
     if state.store.run(model_id) is not None:  # its live state went with an earlier life of the server
         raise EngineError(f"model {model_id!r} is no longer loaded; {CARRY_ON}")
     state.engine.create(model_id, base_model, lora)
-    run = Run(model_id, session_id, base_model, lora, optimizer, request.user_metadata or {})
+    run = Run(model_id, request.session_id, base_model, lora, optimizer, request.user_metadata or {}, call.owner)
     state.store.add_run(run)
     return run
 
@@ -326,7 +347,7 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
             raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
         state.engine.snapshot(run.model_id, sampler_id)
-        state.store.add_sampler(Sampler(sampler_id, run.session_id, run.base_model, None, is_snapshot=True))
+        state.store.add_sampler(Sampler(sampler_id, run.session_id, run.base_model, None, True, run.owner))
         return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id, type="save_weights_for_sampler")
 
     def after(saved: SaveWeightsForSamplerResponseInternal) -> SaveWeightsForSamplerResponseInternal:
@@ -349,7 +370,7 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
     base_model = (await live_run(state, model_id)).run.base_model
 
     def work() -> LoadWeightsResponse:
-        saved = find_checkpoint(state, request.path, "weights", base_model)
+        saved = find_checkpoint(state, request.path, "weights", base_model, reader=call.owner)
         state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
         return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
 
@@ -363,8 +384,8 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
     session_id, model_id = request.session_id, f"{request.session_id}:train:{request.model_seq_id}"
 
     def work() -> Run:
-        saved = find_checkpoint(state, request.path, "weights", request.base_model)
-        run = new_run(state, model_id, session_id, saved.base_model, saved.lora, request)
+        saved = find_checkpoint(state, request.path, "weights", request.base_model, reader=call.owner)
+        run = new_run(state, model_id, call, saved.base_model, saved.lora)
         try:
             state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
         except BaseException:  # a run that is not what was asked for must not be trained by mistake
@@ -387,7 +408,7 @@ async def weights_info(state: State, call: Call) -> WeightsInfoResponse:
     except ValueError as error:
         raise Refusal(400, str(error)) from None
     saved = await asyncio.to_thread(state.store.checkpoint, request.tinker_path)
-    if saved is None:
+    if saved is None or not saved.is_shown_to(call.owner):
         raise Refusal(404, f"there is no checkpoint {request.tinker_path}")
     return WeightsInfoResponse(
         base_model=saved.base_model,
@@ -407,18 +428,18 @@ async def create_sampling_session(state: State, call: Call) -> CreateSamplingSes
     """Bind a sampler to a base model or a checkpoint."""
     request: CreateSamplingSessionRequest = call.request
     await require_session(state, request.session_id)
-    base_model = await _source(state, request.base_model, request.model_path)
+    base_model = await _source(state, call, request.base_model, request.model_path)
     sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
-    sampler = Sampler(sampler_id, request.session_id, base_model, request.model_path)
+    sampler = Sampler(sampler_id, request.session_id, base_model, request.model_path, owner=call.owner)
     await asyncio.to_thread(state.store.add_sampler, sampler)
     return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
 
-async def _source(state: State, base_model: str | None, model_path: str | None) -> str:
+async def _source(state: State, call: Call, base_model: str | None, model_path: str | None) -> str:
     """The base model under what someone wants to sample from; refuses what is not there."""
     try:
         if model_path is not None:
-            saved = await asyncio.to_thread(find_checkpoint, state, model_path, "sampler_weights")
+            saved = await asyncio.to_thread(find_checkpoint, state, model_path, "sampler_weights", reader=call.owner)
             base_model = saved.base_model
         if base_model is None:
             raise EngineError("sampling needs a base_model or a model_path")
@@ -440,7 +461,7 @@ async def get_sampler(state: State, call: Call) -> GetSamplerResponse:
 async def asample(state: State, call: Call) -> UntypedAPIFuture:
     """Draw samples; a repeated number gives the original receipt, and draws nothing."""
     request: SampleRequest = call.request
-    sampler = await _sampler_of(state, request)
+    sampler = await _sampler_of(state, call, request)
     number = secrets.token_hex(8) if request.seq_id is None else request.seq_id
     request_id, target = f"{sampler.sampler_id}:{number}", target_of(sampler.sampler_id, request.seq_id)
     known = state.promises.get(request_id)
@@ -451,7 +472,8 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
         if state.promises.get(request_id) is None:  # the same request may have come twice while weights were sought
             cancel = functools.partial(state.worker.cancel, request_id)
             promise = state.promises.add(request_id, call.digest, sampler.session_id, target, cancel)
-            state.promises.follow(promise, draw(state, request_id, source, request))
+            drawing = draw(state, request_id, source, request)
+            state.promises.follow(promise, metered(state, call, sampler, request, drawing))
     return UntypedAPIFuture(
         request_id=request_id,
         sample_sequence_ids=[f"{request_id}:{index}" for index in range(request.num_samples)],
@@ -461,23 +483,24 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
 async def stream_sample(state: State, call: Call) -> SampleStream:
     """Draw samples and send each token when it is there; the number is not used, for nothing is kept under it."""
     request: SampleRequest = call.request
-    sampler = await _sampler_of(state, request)
+    sampler = await _sampler_of(state, call, request)
     source = await find_source(state, sampler)
     job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
 
     def start(listener: Listener) -> Awaitable[SampleResponse]:
-        return draw(state, job, source, request, listener)
+        return metered_stream(state, call, sampler, request, draw(state, job, source, request, listener))
 
     return SampleStream(start, lambda: state.worker.cancel(job), state.limits.quiet_seconds)
 
 
-async def _sampler_of(state: State, request: SampleRequest) -> Sampler:
+async def _sampler_of(state: State, call: Call, request: SampleRequest) -> Sampler:
     """The sampler a request names, or one made for the model or checkpoint that it names instead."""
     if not 1 <= request.num_samples <= state.limits.samples:
-        raise Refusal(400, f"num_samples must lie between 1 and {state.limits.samples}, got {request.num_samples}")
+        most = state.limits.samples
+        raise Refusal(400, f"num_samples must lie between 1 and {most} (the limit samples), got {request.num_samples}")
     if request.sampling_session_id is None:
-        base_model = await _source(state, request.base_model, request.model_path)
-        return Sampler(f"direct:{uuid.uuid4()}", "direct", base_model, request.model_path)
+        base_model = await _source(state, call, request.base_model, request.model_path)
+        return Sampler(f"direct:{uuid.uuid4()}", "direct", base_model, request.model_path, owner=call.owner)
     sampler = await asyncio.to_thread(state.store.sampler, request.sampling_session_id)
     if sampler is None:
         raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
@@ -542,5 +565,16 @@ HANDLERS: dict[str, Handler] = {
         get_server_capabilities,
         healthz,
         telemetry,
+        auth_token,
+        get_api_key,
+        delete_api_key,
+        get_session,
+        list_sessions,
+        search_sessions,
+        assign_session_project,
+        export_session_trace,
+        get_billing_usage,
+        get_current_checkpoint_storage_usage,
+        get_audit_log,
     )
 }

@@ -35,8 +35,10 @@ async def find_source(state: State, sampler: Sampler) -> WeightSource:
     if sampler.model_path is None:
         return WeightSource(f"base/{sampler.base_model}", sampler.base_model)
     saved = await asyncio.to_thread(state.store.checkpoint, sampler.model_path)
-    if saved is None:
-        raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
+    if saved is None or not saved.is_shown_to(sampler.owner):
+        raise Refusal(
+            410, f"checkpoint {sampler.model_path} has been deleted or has expired, or is no longer published"
+        )
     # The time belongs to the name: a path may be saved again once its first checkpoint has expired.
     return WeightSource(f"{saved.tinker_path}@{saved.created}", saved.base_model, saved.directory)
 
