@@ -105,8 +105,7 @@ def test_the_key_of_the_environment_stands_beside_those_on_record(serve: Serve, 
     refused = mine.send("auth/apikey/me", method="DELETE")
     assert refused.status == 400
     assert hers.send("auth/apikey/me", method="DELETE").status == 200
-    monkey = list_keys(store)[0]
-    assert monkey.revoked is not None
+    assert list_keys(store)[0].revoked is not None
 
 
 def test_an_open_server_names_no_key(serve: Serve) -> None:
@@ -238,7 +237,9 @@ def foreign(name: str, own: dict[str, str], its: dict[str, str]) -> list[Any]:
         "save_weights": [{"model_id": model, "path": "z", "seq_id": 9}],
         "save_weights_for_sampler": [{"model_id": model, "path": "z", "seq_id": 9}],
         "save_weights_external": [{"model_id": model, "path": "z", "seq_id": 9}],
-        "create_custom_loss": [{"model_id": model, "seq_id": 9}],
+        "create_custom_loss": [
+            {"session_id": session, "custom_loss_seq_id": 0, "name": "x", "inputs": [], "graph": {"nodes": []}}
+        ],
         "load_weights": [
             {"model_id": model, "path": own["saved"], "seq_id": 9, "optimizer": True},
             {"session_id": session, "model_seq_id": 6, "path": own["saved"], "optimizer": True},
