@@ -257,3 +257,17 @@ def sample_json(sampler: str, seq_id: int | None = 0, **fields: Any) -> dict[str
         "num_samples": 1,
         **fields,
     }
+
+
+class Keyed(Wire):
+    """The same, with a key."""
+
+    def __init__(self, url: str, key: str) -> None:
+        super().__init__(url)
+        self.key = key
+
+    def send(
+        self, path: str, body: Any = None, *, method: str = "POST", headers: dict[str, str] | None = None
+    ) -> Heard:
+        """One request, with the key."""
+        return super().send(path, body, method=method, headers={"X-API-Key": self.key, **(headers or {})})

@@ -360,8 +360,8 @@ def inside(engine: FakeEngine, data_dir: Path, body: Callable[[Inside], Any], mo
     made: list[Any] = []
 
     class Seen(State):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             made.append(self)
 
     monkeypatch.setattr("tinkex.server.app.State", Seen)

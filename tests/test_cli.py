@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import signal
@@ -15,8 +17,9 @@ from pathlib import Path
 import pytest
 
 import tinkex
-from support import MODEL, Wire
+from support import MODEL, Keyed, Wire
 from tinkex.cli.main import main
+from tinkex.server.state import Limits
 
 
 def command() -> list[str]:
@@ -84,8 +87,10 @@ def test_the_version() -> None:
 def test_the_help_of_serve() -> None:
     shown = tool("serve", "--help")
     assert shown.returncode == 0
-    for word in ("--host", "--port", "--data-dir", "--model", "NAME[=DIR]"):
+    for word in ("--host", "--port", "--data-dir", "--model", "NAME[=DIR]", "--tokens", "--log-format"):
         assert word in shown.stdout
+    for limit in dataclasses.fields(Limits):
+        assert f"--{limit.name.replace('_', '-')} " in shown.stdout
 
 
 @pytest.mark.parametrize("arguments", [("nothing",), ("serve", "--nothing"), ("serve", "--port", "many")])
@@ -112,6 +117,7 @@ def test_a_server_says_it_is_ready_serves_and_stops(serve: Serve, tmp_path: Path
     process = serve()
     line, url = ready(process)
     assert MODEL in line
+    assert "open, no key needed" in line
     assert str(tmp_path / "data") in line
     wire = Wire(url)
     assert wire.get("healthz") == {"status": "ok"}
@@ -131,6 +137,41 @@ def test_a_key_closes_the_server_and_a_signal_ends_it(serve: Serve) -> None:
     assert wire.send("healthz", method="GET").status == 401
     assert wire.send("healthz", method="GET", headers={"X-API-Key": "tml-secret"}).status == 200
     stopped(process, signal.SIGTERM)
+
+
+def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
+    place = ("--data-dir", str(tmp_path / "data"))
+    assert "there is no data" in tool("key", "list", *place).stderr
+    made = tool("key", "create", "laptop", "--owner", "ada", *place)
+    assert re.fullmatch(r"tml-[A-Za-z0-9_-]{43}\n", made.stdout)
+    assert "key 1 (laptop) of ada" in made.stderr
+    shown = tool("key", "list", *place)
+    assert shown.stdout.startswith("1\tada\tlaptop\tmade ")
+    assert shown.stdout.endswith("\tnever used\tvalid\n")
+    assert made.stdout.strip() not in shown.stdout
+    assert tool("key", "revoke", "1", *place).returncode == 0
+    assert "\trevoked " in tool("key", "list", *place).stdout
+    again = tool("key", "revoke", "1", *place)
+    assert again.returncode == 1
+    assert "no valid key 1" in again.stderr
+    assert tool("key", "create", "x", "--owner", " ", *place).returncode == 2
+
+
+def test_a_key_on_record_closes_the_server_and_lets_it_listen_anywhere(serve: Serve, tmp_path: Path) -> None:
+    key = tool("key", "create", "k", "--data-dir", str(tmp_path / "data")).stdout.strip()
+    process = serve("--host", "0.0.0.0", "--log-format", "json", "--samples", "3")
+    line, url = ready(process)
+    assert "key required" in line
+    wire = Keyed(url.replace("0.0.0.0", "127.0.0.1"), key)
+    assert Wire(wire.url).send("healthz", method="GET").status == 401
+    assert wire.get("healthz") == {"status": "ok"}
+    many = wire.send("asample", {"num_samples": 4, "prompt": {"chunks": []}, "sampling_params": {}})
+    assert "3" in many.json["detail"]
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=20)
+    lines = [json.loads(text) for text in errors.splitlines()]
+    assert [entry["status"] for entry in lines if entry["logger"] == "tinkex.server.access"] == [401, 200, 400]
+    assert key not in errors
 
 
 def test_a_busy_port_is_one_line(serve: Serve) -> None:

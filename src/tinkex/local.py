@@ -302,7 +302,7 @@ class LocalBackend:
         publish_tokenizers(engine)
         from tinkex.server.app import create_app
 
-        return create_app(engine, self.data_dir, **self._options)
+        return create_app(engine, self.data_dir, embedded=True, **self._options)
 
     async def aclose(self) -> None:
         """Stop; what was saved stays."""

@@ -12,6 +12,7 @@ from tinkex._version import __version__
 COMMANDS = {
     "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Bring checkpoints in from elsewhere."),
     "demo": ("tinkex.cli.demo:demo", "Watch a small model learn to add, on this machine."),
+    "key": ("tinkex.cli.key:key", "Make, list and revoke the keys of a server on this machine."),
     "serve": ("tinkex.cli.serve:serve", "Serve models on this machine to any Tinker client."),
 }
 

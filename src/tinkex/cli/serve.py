@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -10,13 +12,35 @@ import signal
 import socket
 import sqlite3
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 from tinkex.config import LOOPBACK
 from tinkex.engine import EngineError
 from tinkex.local import DEFAULT_MODEL, default_data_dir, make_engine, publish_tokenizers
+from tinkex.server.accounts import has_keys
+from tinkex.server.metrics import JsonFormatter
+from tinkex.server.state import Limits
+from tinkex.server.store import DATABASE, Store
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def limit_options(command: F) -> F:
+    """An option for each limit of the server, with its help."""
+    for limit in reversed(dataclasses.fields(Limits)):
+        whole = isinstance(limit.default, int)
+        command = click.option(
+            f"--{limit.name.replace('_', '-')}",
+            type=click.IntRange(1) if whole else click.FloatRange(0),
+            default=limit.default,
+            show_default=True,
+            help=limit.metadata["help"],
+        )(command)
+    return command
 
 
 @click.command()
@@ -43,7 +67,13 @@ from tinkex.local import DEFAULT_MODEL, default_data_dir, make_engine, publish_t
 @click.option(
     "--api-key",
     envvar="TINKEX_SERVER_API_KEY",
-    help="Key that clients must send (better set TINKEX_SERVER_API_KEY).",
+    help="Key that clients must send, besides those of `tinkex key create` (better set TINKEX_SERVER_API_KEY).",
+)
+@click.option(
+    "--tokens/--no-tokens",
+    default=False,
+    show_default=True,
+    help="Have clients exchange their key for tokens that are good for an hour.",
 )
 @click.option(
     "--hub-cache/--no-hub-cache",
@@ -58,14 +88,25 @@ from tinkex.local import DEFAULT_MODEL, default_data_dir, make_engine, publish_t
     show_default=True,
     help="How much to log, to stderr.",
 )
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="How to log; json has a line for each request as well.",
+)
+@limit_options
 def serve(
     host: str,
     port: int,
     data_dir: Path | None,
     models: tuple[str, ...],
     api_key: str | None,
+    tokens: bool,
     hub_cache: bool,
     log_level: str,
+    log_format: str,
+    **limits: Any,
 ) -> None:
     """Serve models on this machine to any Tinker client.
 
@@ -73,11 +114,13 @@ def serve(
     wants a TINKER_API_KEY that starts with "tml-", and any such key will do while the server is open. Without a
     network, give it HF_HUB_OFFLINE=1 as well, or it looks for the tokenizer there first.
     """
-    if host not in LOOPBACK and not api_key:
+    data_dir = data_dir or default_data_dir()
+    if host not in LOOPBACK and not api_key and not _has_keys(data_dir):
         raise click.UsageError(
-            f"listening on {host} would let anyone in: set TINKEX_SERVER_API_KEY, or listen on 127.0.0.1"
+            f"listening on {host} would let anyone in: make a key with `tinkex key create`, set TINKEX_SERVER_API_KEY, "
+            "or listen on 127.0.0.1"
         )
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log(log_level, log_format)
     places = dict(_parse_model(model) for model in models)
     try:
         listener = _listen(host, port)
@@ -88,9 +131,25 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops cleanly, then passes the signal on
     try:
         with listener:
-            asyncio.run(_serve(listener, data_dir or default_data_dir(), places, api_key))
+            asyncio.run(_serve(listener, data_dir, places, api_key, tokens, Limits(**limits)))
     except (EngineError, OSError, sqlite3.Error) as error:
         raise click.ClickException(str(error)) from None
+
+
+def _log(level: str, form: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if form == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
+        logging.getLogger("tinkex.server.access").setLevel(logging.INFO)
+
+
+def _has_keys(data_dir: Path) -> bool:
+    path = data_dir.expanduser() / DATABASE
+    if not path.exists():
+        return False
+    with contextlib.closing(Store(path)) as store:
+        return has_keys(store)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -108,7 +167,14 @@ def _parse_model(text: str) -> tuple[str, str]:
     return name, directory
 
 
-async def _serve(listener: socket.socket, data_dir: Path, models: dict[str, str], api_key: str | None) -> None:
+async def _serve(
+    listener: socket.socket,
+    data_dir: Path,
+    models: dict[str, str],
+    api_key: str | None,
+    tokens: bool,
+    limits: Limits,
+) -> None:
     engine = make_engine(models)
     publish_tokenizers(engine)
     import uvicorn
@@ -116,7 +182,9 @@ async def _serve(listener: socket.socket, data_dir: Path, models: dict[str, str]
     from tinkex.server.app import create_app
 
     names = ", ".join(model.name for model in engine.models())
-    access = "key required" if api_key else "open, no key needed"
+    app = create_app(engine, data_dir, limits=limits, api_key=api_key, tokens=tokens)
+    state = app.state.server
+    access = "key required" if await state.accounts.needs_key() else "open, no key needed"
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -125,7 +193,10 @@ async def _serve(listener: socket.socket, data_dir: Path, models: dict[str, str]
                 url = _url(listener)
                 click.echo(f"tinkex serving at {url}  models: {names}  data: {data_dir}  ({access})")
 
-    app = create_app(engine, data_dir, api_key=api_key)
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await state.drain(lambda: self.force_exit)  # clients can still fetch their results meanwhile
+            await super().shutdown(sockets)
+
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="on", timeout_graceful_shutdown=2
     )

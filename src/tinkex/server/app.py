@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -16,18 +17,26 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinkex import codec
+from tinkex._version import __version__
 from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
 from tinkex.server import revival
+from tinkex.server.accounts import Account
+from tinkex.server.admission import check_ownership, check_room, fail_in_band, is_own
 from tinkex.server.exports import download_route
 from tinkex.server.handlers import HANDLERS
+from tinkex.server.metrics import CONTENT_TYPE
 from tinkex.server.records import misnamed_route
 from tinkex.server.results import encoding
+from tinkex.server.sessions import signed_trace, trace_path
 from tinkex.server.state import Call, Limits, Refusal, State
 from tinkex.server.submission import digest_of, spend_number
+from tinkex.server.usage import watch
+from tinkex.types.checkpoints import SCHEME
 from tinkex.types.record import to_json
 from tinkex.types.sessions import FutureRetrieveRequest
+from tinkex.types.training import UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
 
@@ -35,32 +44,57 @@ OFF_LOOP_BYTES = 64_000
 
 
 def create_app(
-    engine: Engine, data_dir: Path, *, limits: Limits | None = None, api_key: str | None = None
+    engine: Engine,
+    data_dir: Path,
+    *,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    tokens: bool = False,
+    embedded: bool = False,
 ) -> Starlette:
-    """The server as an ASGI application over an engine; its lifespan starts and stops the worker."""
-    state = State(engine, data_dir, limits or Limits())
+    """The server as an ASGI application over an engine; its lifespan starts and stops the worker.
+
+    Args:
+        engine: What computes.
+        data_dir: Where facts, keys and checkpoints are kept.
+        limits: What is not to be exceeded.
+        api_key: A key of the owner `local`, besides those made by `tinkex key create`.
+        tokens: Whether clients are told to exchange their key for short-lived tokens.
+        embedded: Whether the only caller is this program, which then needs no key that others were given.
+    """
+    state = State(engine, data_dir, limits or Limits(), api_key=api_key, tokens=tokens, embedded=embedded)
     revival.enable(state, HANDLERS)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         state.worker.start()
         revival.take_up_sessions(state)
-        tending = asyncio.create_task(state.tend())
+        tasks = [asyncio.create_task(state.tend()), asyncio.create_task(state.meter.run())]
         try:
             yield
         finally:
-            tending.cancel()
+            for task in tasks:
+                task.cancel()
             await state.worker.stop()
             state.close_journals()
+            await state.meter.flush()
             state.store.close()
 
     routes = [
-        Route(f"{PREFIX}/{op.path}", _endpoint(op, state, api_key), methods=[op.method], name=op.name)
+        Route(f"{PREFIX}/{op.path}", _endpoint(op, state), methods=[op.method], name=op.name)
         for op in OPERATIONS
         if op is RETRIEVE_FUTURE or op.name in HANDLERS  # what this server cannot do is not there, and 404 says so
     ]
-    routes += [download_route(state), misnamed_route()]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route})
+    routes += [
+        download_route(state),
+        misnamed_route(),
+        Route("/", _front(state), name="front"),
+        Route("/metrics", _metrics(state), name="metrics"),
+        Route(trace_path("{session_id}"), _trace(state), name="trace"),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route})
+    app.state.server = state
+    return app
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -71,40 +105,114 @@ def _error(status: int, detail: str) -> Response:
     return JSONResponse({"detail": detail}, status_code=status)
 
 
-def _endpoint(op: Operation, state: State, api_key: str | None) -> Callable[[Request], Awaitable[Response]]:
+def _refused(refusal: Refusal) -> Response:
+    body = {"detail": refusal.detail, **refusal.fields}
+    return JSONResponse(body, status_code=refusal.status, headers=refusal.headers)
+
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+
+def _endpoint(op: Operation, state: State) -> Endpoint:
     """Everything an operation has in common with the others: key, body, errors, answer."""
-    answer = retrieve_future if op is RETRIEVE_FUTURE else _answer
 
     async def endpoint(request: Request) -> Response:
+        began, account = time.perf_counter(), None
         try:
-            _authorize(request, api_key)
-            call = await _read(op, request, state)
-            return await answer(op, state, request, call)
+            account = await _authorize(request, state)
+            call = await _read(op, request, state, account)
+            response = await _dispatch(op, state, request, call)
         except Refusal as refusal:
-            return _error(refusal.status, refusal.detail)
+            response = _refused(refusal)
         except EngineError as error:
-            return _error(400 if error.category == "user" else 500, str(error))
+            response = _error(400 if error.category == "user" else 500, str(error))
         except ClientDisconnect:
-            return Response(status_code=499)
+            response = Response(status_code=499)
         except Exception as error:
             logger.exception("%s failed", op.name)
-            return _error(500, f"internal error: {type(error).__name__}")
+            response = _error(500, f"internal error: {type(error).__name__}")
+        owner = account.owner if account else None
+        state.metrics.observe(op.name, op.method, response.status_code, time.perf_counter() - began, owner)
+        return response
 
     return endpoint
 
 
-def _authorize(request: Request, api_key: str | None) -> None:
-    if api_key is None:
-        # An open server is for programs of this machine: a web page that found it must not drive it.
-        for name in ("host", "origin"):
-            if not _is_here(request.headers.get(name)):
-                raise Refusal(403, f"this server is open to this machine only; {name} is {request.headers[name]!r}")
+async def _dispatch(op: Operation, state: State, request: Request, call: Call) -> Response:
+    await check_ownership(state, op, call)
+    if op is RETRIEVE_FUTURE:
+        return await retrieve_future(op, state, request, call)
+    why = check_room(state, op, call)
+    if why is not None and op.traffic == "sample":
+        raise Refusal(400, why)
+    result = await (HANDLERS[op.name](state, call) if why is None else fail_in_band(state, op, call, why))
+    _note(op, state, call, result)
+    return _answer(result)
+
+
+def _note(op: Operation, state: State, call: Call, result: Any) -> None:
+    """See to it that what was done is on record: now, or when a future has its result."""
+    if op.result is not None:
+        assert isinstance(result, UntypedAPIFuture)
+        watch(state, op.name, call, result.request_id)
         return
-    given = request.headers.get("x-api-key")
-    if not given:
-        raise Refusal(401, "this server needs an API key: send it as X-API-Key (TINKER_API_KEY in clients)")
-    if not hmac.compare_digest(given.encode(), api_key.encode()):
-        raise Refusal(403, "this API key is not known here: TINKER_API_KEY must be the server's TINKEX_SERVER_API_KEY")
+    run, path = call.path.get("training_run_id"), getattr(result, "tinker_path", None)
+    if run is not None and "name" in call.path:
+        path = f"{SCHEME}{run}/{call.path['kind']}/{call.path['name']}"
+    wanted = ("project_id", "ttl_seconds", "source_path", "destination_project_id")
+    details = {name: getattr(call.request, name) for name in wanted if hasattr(call.request, name)}
+    if "session_id" in call.path:
+        details["session_id"] = call.path["session_id"]
+    state.meter.audit(call.owner, op.name, model_id=run, tinker_path=path, details=details)
+
+
+# ── what is not in the table of operations ───────────────────────────────────────────────────────────────────────
+
+
+def _front(state: State) -> Endpoint:
+    async def front(request: Request) -> Response:
+        access = "key required" if await state.accounts.needs_key() else "open"
+        return JSONResponse({"name": "tinkex", "version": __version__, "api": PREFIX, "access": access})
+
+    return front
+
+
+def _metrics(state: State) -> Endpoint:
+    async def metrics(request: Request) -> Response:
+        try:
+            await _authorize(request, state)
+        except Refusal as refusal:
+            return _refused(refusal)
+        return Response(state.metrics.render(state), media_type=CONTENT_TYPE)
+
+    return metrics
+
+
+def _trace(state: State) -> Endpoint:
+    async def trace(request: Request) -> Response:
+        given = request.query_params
+        try:
+            body = await signed_trace(
+                state, request.path_params["session_id"], given.get("expires", ""), given.get("signature", "")
+            )
+        except Refusal as refusal:
+            return _refused(refusal)
+        return Response(body, media_type=codec.JSON)
+
+    return trace
+
+
+# ── who asks, and what ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _authorize(request: Request, state: State) -> Account:
+    if await state.accounts.needs_key():
+        return await state.accounts.account(request.headers.get("x-api-key"))
+    # An open server is for programs of this machine: a web page that found it must not drive it.
+    for name in ("host", "origin"):
+        if not _is_here(request.headers.get(name)):
+            raise Refusal(403, f"this server is open to this machine only; {name} is {request.headers[name]!r}")
+    return Account()
 
 
 def _is_here(place: str | None) -> bool:
@@ -112,12 +220,24 @@ def _is_here(place: str | None) -> bool:
     return place is None or urlsplit(place if "//" in place else f"//{place}").hostname in LOOPBACK
 
 
-async def _read(op: Operation, request: Request, state: State) -> Call:
+async def _read(op: Operation, request: Request, state: State, account: Account) -> Call:
     """The decoded request; a body that cannot be read is refused with what is wrong with it."""
     limit = state.limits.body_bytes
     path = {name: str(value) for name, value in request.path_params.items()}
+    place = f"{request.url.scheme}://{request.headers['host']}" if "host" in request.headers else None
+    call = Call(
+        None,
+        path,
+        b"",
+        op=op.name,
+        owner=account.owner,
+        query=dict(request.query_params),
+        headers=request.headers,
+        key_id=account.key_id,
+        base_url=place,
+    )
     if op.request is None:
-        return Call(None, path, b"", query=dict(request.query_params), headers=request.headers)
+        return call
     body = await _body(request, limit)
     content_type = request.headers.get("content-type", codec.JSON)
     encoding = request.headers.get("content-encoding")
@@ -126,25 +246,20 @@ async def _read(op: Operation, request: Request, state: State) -> Call:
         assert op.request is not None
         plain = codec.decompress(body, encoding, limit)
         try:
-            decoded = codec.decode(op.request, plain or b"{}", content_type)
+            call.request = codec.decode(op.request, plain or b"{}", content_type)
         except ValueError as error:
             raise Unreadable(str(error), plain) from None
-        return Call(
-            decoded,
-            path,
-            digest_of(op.path, plain),
-            op=op.name,
-            body=plain,
-            content_type=content_type,
-            query=dict(request.query_params),
-            headers=request.headers,
-        )
+        call.digest = digest_of(op.path, plain)
+        call.body, call.content_type = plain, content_type
+        return call
 
     try:
         return await asyncio.to_thread(decode) if len(body) > OFF_LOOP_BYTES else decode()
     except Unreadable as error:
         if op.traffic == "train":
-            await spend_number(state, codec.peek(error.body, content_type), error.body, f"{op.name}: {error}")
+            numbered = codec.peek(error.body, content_type)
+            if numbered is not None and await is_own(state, account.owner, "model_id", numbered[0]):
+                await spend_number(state, numbered, error.body, f"{op.name}: {error}")
         raise Refusal(400, f"{op.name}: {error}") from None
     except ValueError as error:
         raise Refusal(400, f"{op.name}: {error}") from None
@@ -161,20 +276,17 @@ class Unreadable(ValueError):
 async def _body(request: Request, limit: int) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
-        raise Refusal(413, f"the body has {announced} bytes; the limit is {limit}")
+        raise Refusal(413, f"the body has {announced} bytes; the limit is {limit} (body_bytes)")
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > limit:
-            raise Refusal(413, f"the body has more than {limit} bytes")
+            raise Refusal(413, f"the body has more than {limit} bytes, the limit body_bytes")
         chunks.append(chunk)
     return b"".join(chunks)
 
 
-async def _answer(op: Operation, state: State, request: Request, call: Call) -> Response:
-    if op.traffic == "rest":
-        call.base_url = str(request.base_url).rstrip("/")
-    result = await HANDLERS[op.name](state, call)
+def _answer(result: Any) -> Response:
     if isinstance(result, Response):
         return result
     if isinstance(result, codec.Body):

@@ -122,21 +122,19 @@ def sync(paths: Iterable[Path]) -> None:
             os.close(handle)
 
 
-def is_shown(saved: SavedCheckpoint, reader: str) -> bool:
-    """Whether someone may read a checkpoint: its owner, and everyone once it is published."""
-    return saved.public or saved.owner == reader
-
-
 def readable(state: State, path: str, reader: str) -> SavedCheckpoint | None:
     """A checkpoint that is there, and that someone may read."""
     saved = state.store.checkpoint(path)
-    return saved if saved is not None and is_shown(saved, reader) else None
+    return saved if saved is not None and saved.is_shown_to(reader) else None
 
 
 def find_checkpoint(
     state: State, path: str, kind: str, base_model: str | None = None, *, reader: str
 ) -> SavedCheckpoint:
-    """A checkpoint of the kind (and the base model) an operation needs; each mistake gets its own message."""
+    """A checkpoint of the kind (and the base model) an operation needs; each mistake gets its own message.
+
+    One that its reader may not see is not there for them.
+    """
     try:
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
     except ValueError as error:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from tinkex.codec import Body
 from tinkex.engine import EngineError, Listener
+from tinkex.server.accounts import auth_token, delete_api_key, get_api_key
 from tinkex.server.checkpoints import Wanted, find_checkpoint, readable, save_checkpoint
 from tinkex.server.completions import poll, target_of
 from tinkex.server.exports import get_checkpoint_archive, get_external_weights_urls, save_weights_external
@@ -32,7 +33,14 @@ from tinkex.server.records import (
 )
 from tinkex.server.samplers import draw, find_source
 from tinkex.server.scheduler import CANCELLED
-from tinkex.server.state import CARRY_ON, Call, LiveRun, Refusal, State
+from tinkex.server.sessions import (
+    assign_session_project,
+    export_session_trace,
+    get_session,
+    list_sessions,
+    search_sessions,
+)
+from tinkex.server.state import CARRY_ON, EXPIRED, Call, LiveRun, Refusal, State
 from tinkex.server.store import Run, Sampler
 from tinkex.server.streams import SampleStream
 from tinkex.server.submission import (
@@ -45,6 +53,13 @@ from tinkex.server.submission import (
     settle_state,
     take_sample,
     write_state,
+)
+from tinkex.server.usage import (
+    get_audit_log,
+    get_billing_usage,
+    get_current_checkpoint_storage_usage,
+    metered,
+    metered_stream,
 )
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
@@ -116,6 +131,7 @@ async def client_config(state: State, call: Call) -> ClientConfigResponse:
     """How clients should behave: a call is one request, so that bad data in it leaves no half of its gradient."""
     assert isinstance(call.request, ClientConfigRequest)
     return ClientConfigResponse(
+        pjwt_auth_enabled=state.tokens,
         fwdbwd_max_chunk_len=1_000_000,
         fwdbwd_max_chunk_bytes_count=256_000_000,
         create_model_via_load_weights=True,
@@ -153,6 +169,10 @@ async def require_session(state: State, session_id: str) -> None:
         known = await asyncio.to_thread(state.store.session_state, session_id)
         if known is None:
             raise Refusal(404, f"there is no session {session_id!r}")
+        if known == EXPIRED:
+            seconds = state.limits.session_seconds
+            why = f"nothing was heard for {seconds:g} s (session_seconds)"
+            raise Refusal(410, f"session {session_id!r} is finished: {why}")
         if known == "finished":
             raise Refusal(410, f"session {session_id!r} is finished")
     state.heard[session_id] = time.monotonic()
@@ -206,17 +226,8 @@ async def create_model(state: State, call: Call) -> UntypedAPIFuture:
     lora = request.lora_config or LoraConfig(rank=DEFAULT_RANK)
 
     async def creating() -> CreateModelResponse:
-        run = await state.worker.run(
-            new_run,
-            state,
-            model_id,
-            request.session_id,
-            request.base_model,
-            lora,
-            request.optimizer_config,
-            request.user_metadata,
-            call,
-        )
+        optimizer = request.optimizer_config
+        run = await state.worker.run(new_run, state, model_id, call, request.base_model, lora, optimizer)
         enter(state, LiveRun(run))
         return CreateModelResponse(model_id=model_id)
 
@@ -234,20 +245,21 @@ def enter(state: State, live: LiveRun) -> None:
 def new_run(
     state: State,
     model_id: str,
-    session_id: str,
+    call: Call,
     base_model: str,
     lora: LoraConfig,
     optimizer: OptimizerConfigBase,
-    user_metadata: dict[str, str] | None,
-    call: Call,
 ) -> Run:
     """Make an adapter and put its run on record; on the worker."""
+    request: CreateModelRequest | LoadWeightsRequest = call.request
+    assert request.session_id is not None
     state.base_model(base_model)
     known = state.store.run(model_id)
     if known is not None and not call.is_replayed:  # it was unloaded
         raise EngineError(f"model {model_id!r} is no longer loaded; {CARRY_ON}")
     state.engine.create(model_id, base_model, lora, optimizer)
-    run = Run(model_id, session_id, base_model, lora, optimizer.to_wire(), user_metadata or {}, call.owner)
+    metadata = request.user_metadata or {}
+    run = Run(model_id, request.session_id, base_model, lora, optimizer.to_wire(), metadata, call.owner)
     if known is None:
         state.store.add_run(run)
     return run
@@ -452,8 +464,7 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
     def work() -> LiveRun:
         saved = find_checkpoint(state, request.path, "weights", request.base_model, reader=call.owner)
         optimizer = request.optimizer_config or OptimizerConfigBase.from_wire(saved.optimizer)
-        run = new_run(state, model_id, session_id, saved.base_model, saved.lora, optimizer, request.user_metadata, call)
-        live = LiveRun(run)
+        live = LiveRun(new_run(state, model_id, call, saved.base_model, saved.lora, optimizer))
         try:
             state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
             write_state(state, live, 0)  # the checkpoint may be deleted as soon as the client knows that it is loaded
@@ -501,7 +512,7 @@ async def create_sampling_session(state: State, call: Call) -> CreateSamplingSes
     await require_session(state, request.session_id)
     base_model = await _source(state, call, request.base_model, request.model_path)
     sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
-    sampler = Sampler(sampler_id, request.session_id, base_model, request.model_path)
+    sampler = Sampler(sampler_id, request.session_id, base_model, request.model_path, owner=call.owner)
     await asyncio.to_thread(state.store.add_sampler, sampler)
     return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
@@ -543,7 +554,10 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
         if state.promises.get(request_id) is None:  # the same request may have come twice while weights were sought
             cancel = functools.partial(state.worker.cancel, request_id)
             promise = state.promises.add(request_id, call.digest, sampler.session_id, target, cancel)
-            drawing = functools.partial(draw, state, request_id, source, request)
+
+            async def drawing(seed: int) -> SampleResponse:
+                return await metered(state, call, sampler, request, draw(state, request_id, source, request, seed))
+
             await take_sample(state, promise, call, request, drawing)
     elif known is not None and known.recorded is not None:
         await asyncio.shield(known.recorded)
@@ -561,7 +575,7 @@ async def stream_sample(state: State, call: Call) -> SampleStream:
     job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
 
     def start(listener: Listener) -> Awaitable[SampleResponse]:
-        return draw(state, job, source, request, listener=listener)
+        return metered_stream(state, call, sampler, request, draw(state, job, source, request, listener=listener))
 
     return SampleStream(start, lambda: state.worker.cancel(job), state.limits.quiet_seconds)
 
@@ -569,10 +583,11 @@ async def stream_sample(state: State, call: Call) -> SampleStream:
 async def _sampler_of(state: State, call: Call, request: SampleRequest) -> Sampler:
     """The sampler a request names, or one made for the model or checkpoint that it names instead."""
     if not 1 <= request.num_samples <= state.limits.samples:
-        raise Refusal(400, f"num_samples must lie between 1 and {state.limits.samples}, got {request.num_samples}")
+        most = state.limits.samples
+        raise Refusal(400, f"num_samples must lie between 1 and {most} (the limit samples), got {request.num_samples}")
     if request.sampling_session_id is None:
         base_model = await _source(state, call, request.base_model, request.model_path)
-        return Sampler(f"direct:{uuid.uuid4()}", "direct", base_model, request.model_path)
+        return Sampler(f"direct:{uuid.uuid4()}", "direct", base_model, request.model_path, owner=call.owner)
     sampler = await asyncio.to_thread(state.store.sampler, request.sampling_session_id)
     if sampler is None:
         raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
@@ -650,5 +665,16 @@ HANDLERS: dict[str, Handler] = {
         set_checkpoint_ttl,
         get_external_weights_urls,
         get_checkpoint_archive,
+        auth_token,
+        get_api_key,
+        delete_api_key,
+        get_session,
+        list_sessions,
+        search_sessions,
+        assign_session_project,
+        export_session_trace,
+        get_billing_usage,
+        get_current_checkpoint_storage_usage,
+        get_audit_log,
     )
 }

@@ -133,10 +133,11 @@ def call_of(entry: Entry) -> Call:
     name, content_type = entry.facts["op"], entry.facts.get("type", codec.JSON)
     op = BY_NAME.get(name)
     request = codec.decode(op.request, entry.body or b"{}", content_type) if op and op.request else None
+    told = entry.facts.get("digest")
     return Call(
         request,
         {},
-        digest_of(op.path if op else "", entry.body),
+        bytes.fromhex(told) if told else digest_of(op.path if op else "", entry.body),
         op=name,
         body=entry.body,
         content_type=content_type,

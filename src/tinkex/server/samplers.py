@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.engine import EngineError, Listener
-from tinkex.server.checkpoints import is_shown
 from tinkex.server.state import Refusal, State
 from tinkex.server.store import Sampler
 from tinkex.types.sampling import SampleRequest, SampleResponse
@@ -39,7 +38,7 @@ async def find_source(state: State, sampler: Sampler) -> WeightSource:
         return WeightSource(f"base/{sampler.base_model}", sampler.base_model)
     saved = await asyncio.to_thread(state.store.checkpoint, sampler.model_path)
     bound = state.bound.get(sampler.sampler_id)
-    if saved is not None and not is_shown(saved, sampler.owner):
+    if saved is not None and not saved.is_shown_to(sampler.owner):
         raise Refusal(410, f"checkpoint {sampler.model_path} is no longer published")
     if saved is not None:
         # The time belongs to the name: a path may be saved again once its first checkpoint is gone.

@@ -8,51 +8,59 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from tinkex import codec
 from tinkex.engine import BaseModel, Engine, EngineError
+from tinkex.server.accounts import Accounts
 from tinkex.server.catalogue import Catalogue
 from tinkex.server.journal import Committer, Journal
+from tinkex.server.metrics import Metrics
 from tinkex.server.promises import Promise, Promises
+from tinkex.server.refusals import Refusal as Refusal  # for those who know the state, from one place
 from tinkex.server.scheduler import Lane, Worker
-from tinkex.server.store import LOCAL_OWNER, Run, Store
+from tinkex.server.store import DATABASE, LOCAL_OWNER, Run, Store
+from tinkex.server.usage import Meter
 
 logger = logging.getLogger("tinkex.server")
 
 READ = "read"
 """What a journal of samples says where results have been read."""
+EXPIRED = "expired"
+"""Why a session ended from which nothing was heard."""
 CARRY_ON = "carry on from a saved state with create_training_client_from_state_with_optimizer"
 
 
-class Refusal(Exception):
-    """A request that is answered with an HTTP error."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.detail = detail
+def _limit(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server will not exceed."""
+    """What the server will not exceed; `tinkex serve` has an option for each, with the help given here."""
 
-    poll_seconds: float = 25.0
-    quiet_seconds: float = 10.0
-    """How long a stream says nothing before it says that it waits."""
-    gap_seconds: float = 60.0
-    session_seconds: float = 1800.0
-    body_bytes: int = 1 << 30
-    samples: int = 1024
-    announced_bytes: int = 4 << 20
-    """Results beyond this are announced first to readers that can be told their size."""
-    inline_bytes: int = 64 << 20
-    """Most that one batched poll brings along."""
-    samplers: int = 64
-    snapshots: int = 64
+    body_bytes: int = _limit(1 << 30, "Largest body of a request.")
+    sequence_tokens: int = _limit(1_000_000, "Longest sequence of a request, whatever a model's window is.")
+    samples: int = _limit(1024, "Most samples that one request may ask for.")
+    adapters: int = _limit(1024, "Most training runs an owner may have loaded at once.")
+    open_requests: int = _limit(20_000, "Most requests an owner may have taken and not ended.")
+    samplers: int = _limit(64, "Saved weights kept in memory for sampling; the longest unused make room.")
+    snapshots: int = _limit(64, "Nameless samplers kept in memory; the oldest are put on disk.")
+    announced_bytes: int = _limit(4 << 20, "Results beyond this are announced to readers before they are sent.")
+    inline_bytes: int = _limit(64 << 20, "Most that one batched poll brings along.")
+    poll_seconds: float = _limit(25.0, "How long a poll is held when there is no result yet.")
+    quiet_seconds: float = _limit(10.0, "How long a stream says nothing before it says that it waits.")
+    gap_seconds: float = _limit(60.0, "How long a missing request holds up those after it.")
+    session_seconds: float = _limit(1800.0, "How long nothing may be heard of a session before it is ended.")
+    drain_seconds: float = _limit(30.0, "How long a server that is told to stop waits for what is under way.")
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if value < 0 or (isinstance(limit.default, int) and value == 0):
+                raise ValueError(f"{limit.name} must be {'at least 1' if value == 0 else 'positive'}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,8 @@ class Call:
     """The seed that was drawn for a sample, if it was drawn before."""
     owner: str = LOCAL_OWNER
     """Who asks: the account of the key."""
+    key_id: int = 0
+    """The key on record that was used; 0 when it was the server's own, or none."""
     base_url: str | None = None
     """Where the caller found this server; None when it is in the same process."""
     query: dict[str, str] = field(default_factory=dict)
@@ -121,7 +131,16 @@ def file_name(name: str) -> str:
 class State:
     """Everything a running server knows; made by `create_app`, started and stopped by its lifespan."""
 
-    def __init__(self, engine: Engine, data_dir: Path, limits: Limits) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        data_dir: Path,
+        limits: Limits,
+        *,
+        api_key: str | None = None,
+        tokens: bool = False,
+        embedded: bool = False,
+    ) -> None:
         data_dir = data_dir.expanduser().resolve()
         self.engine = engine
         self.data_dir = data_dir
@@ -147,7 +166,15 @@ class State:
         """The names of what an earlier life left in its journals."""
         self.checkpoint_dir = data_dir / "checkpoints"
         self.checkpoint_dir.mkdir(exist_ok=True)
-        self.store = Store(data_dir / "tinkex.sqlite3")
+        self.store = Store(data_dir / DATABASE)
+        self.accounts = Accounts(self.store, data_dir, api_key, embedded=embedded)
+        self.tokens = tokens
+        """Whether clients are to exchange their keys for tokens."""
+        self.meter = Meter(self.store)
+        self.metrics = Metrics()
+        self.owners: dict[str, str] = {}
+        """Owners of sessions, as far as they have been asked for."""
+        self.is_draining = False
         self.catalogue = Catalogue(self.store)
         self.asked: dict[str, float] = {}
         """When something was last asked of runs, until it is on record."""
@@ -289,13 +316,32 @@ class State:
         self.promises.sweep()
         self.promises.sweep_logs(self.heard)
         await self.note_read_samples()
-        silent = time.monotonic() - self.limits.session_seconds
-        for session_id in [s for s, heard in self.heard.items() if heard < silent]:
-            await asyncio.to_thread(self.store.finish_session, session_id, "expired", "no heartbeat")
+        now, seconds = time.monotonic(), self.limits.session_seconds
+        for session_id in [s for s, heard in self.heard.items() if heard < now - seconds]:
+            await asyncio.to_thread(self.store.finish_session, session_id, EXPIRED, self._silence())
             self.end_session(session_id)
+        heard = [(time.time() - (now - heard), session_id) for session_id, heard in self.heard.items()]
+        await asyncio.to_thread(self._note_heard, heard)
         await asyncio.to_thread(self.catalogue.touch, self._take_asked())
         await asyncio.to_thread(self.catalogue.sweep)
 
     def _take_asked(self) -> dict[str, float]:
         asked, self.asked = self.asked, {}
         return asked
+
+    def _silence(self) -> str:
+        return f"nothing was heard for {self.limits.session_seconds:g} s (session_seconds)"
+
+    def _note_heard(self, heard: list[tuple[float, str]]) -> None:
+        """Record when sessions were heard from, and end those that an earlier life of the server left open."""
+        expire = "UPDATE sessions SET finished = ?, reason = ?, detail = ? WHERE finished IS NULL AND heard < ?"
+        now = time.time()
+        ended = [(now, EXPIRED, self._silence(), now - self.limits.session_seconds)]
+        self.store.change(("UPDATE sessions SET heard = MAX(heard, ?) WHERE session_id = ?", heard), (expire, ended))
+
+    async def drain(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """Take nothing more in, and wait for what is under way: until it is done, time is up, or it is urgent."""
+        self.is_draining = True
+        deadline = time.monotonic() + self.limits.drain_seconds
+        while any(self.meter.open.values()) and time.monotonic() < deadline and not is_urgent():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)

@@ -9,6 +9,7 @@ import json
 import sqlite3
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,40 @@ MIGRATIONS = (
     ALTER TABLE samplers ADD COLUMN model_id TEXT;
     ALTER TABLE checkpoints ADD COLUMN request_id TEXT
     """,
+    """
+    CREATE TABLE keys (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, hash BLOB NOT NULL UNIQUE, owner TEXT NOT NULL, name TEXT NOT NULL,
+        created REAL NOT NULL, last_used REAL, revoked REAL
+    );
+    CREATE TABLE usage (
+        bucket INTEGER NOT NULL, owner TEXT NOT NULL, session_id TEXT NOT NULL, base_model TEXT NOT NULL,
+        kind TEXT NOT NULL, amount REAL NOT NULL, PRIMARY KEY (bucket, owner, session_id, base_model, kind)
+    ) WITHOUT ROWID;
+    CREATE TABLE audit (
+        at REAL NOT NULL, owner TEXT NOT NULL, category TEXT NOT NULL, event TEXT NOT NULL, model_id TEXT,
+        tinker_path TEXT, details TEXT NOT NULL
+    );
+    CREATE INDEX audit_by_day ON audit (at);
+    CREATE TABLE spans (
+        session_id TEXT NOT NULL, request_id TEXT NOT NULL, operation TEXT NOT NULL, began REAL NOT NULL,
+        ended REAL NOT NULL, error TEXT
+    );
+    CREATE INDEX spans_of_session ON spans (session_id, began);
+    CREATE INDEX runs_of_session ON runs (session_id);
+    CREATE INDEX samplers_of_session ON samplers (session_id);
+    ALTER TABLE sessions ADD COLUMN heard REAL NOT NULL DEFAULT 0
+    """,
 )
 
+DATABASE = "tinkex.sqlite3"
+"""The file of a data directory that holds its facts."""
 LOCAL_OWNER = "local"
-"""Who owns what is made on an open server."""
+"""Who owns what is made on an open server, or with the key that a server was started with."""
+
+
+def user_urn(owner: str) -> str:
+    """An owner as clients see it."""
+    return f"tml:user:{owner}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +138,10 @@ class SavedCheckpoint:
     request_id: str | None = None
     """The request that saved it: carried out again after a crash, it finds its own work done."""
 
+    def is_shown_to(self, owner: str) -> bool:
+        """Whether someone may read it: its owner, and everyone once it is published."""
+        return self.public or self.owner == owner
+
 
 class Store:
     """The database of one data directory."""
@@ -149,6 +184,23 @@ class Store:
             row: sqlite3.Row | None = self._db.execute(query, values).fetchone()
             return row
 
+    def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """Run one statement; what it gives."""
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    def change(self, *statements: tuple[str, Sequence[Sequence[Any]]]) -> None:
+        """Run statements, each once for each of its rows of values; all of them or none."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                for query, rows in statements:
+                    self._db.executemany(query, rows)
+                self._db.execute("COMMIT")
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add_session(self, session_id: str, request: dict[str, Any], owner: str = LOCAL_OWNER) -> None:
@@ -159,6 +211,7 @@ class Store:
                 "session_id": session_id,
                 "owner": owner,
                 "created": time.time(),
+                "heard": time.time(),
                 "project_id": request.get("project_id"),
                 "display_name": request.get("display_name"),
                 "tags": json.dumps(request.get("tags") or []),
@@ -168,9 +221,11 @@ class Store:
         )
 
     def session_state(self, session_id: str) -> str | None:
-        """Give "active", "finished", or None when there is no such session."""
-        row = self._one("SELECT finished FROM sessions WHERE session_id = ?", session_id)
-        return None if row is None else "active" if row["finished"] is None else "finished"
+        """Give "active", "finished", "expired", or None when there is no such session."""
+        row = self._one("SELECT finished, reason FROM sessions WHERE session_id = ?", session_id)
+        if row is None or row["finished"] is None:
+            return None if row is None else "active"
+        return "expired" if row["reason"] == "expired" else "finished"
 
     def open_sessions(self) -> list[str]:
         """The sessions that have not ended."""

@@ -68,6 +68,8 @@ async def _taken(
 
     async def taking() -> None:
         facts: dict[str, Any] = {"op": call.op, "type": call.content_type, "owner": call.owner}
+        if not call.op:
+            facts["digest"] = call.digest.hex()  # the body is the reason, not the request
         if call.seed is not None:
             facts |= {"seed": call.seed, "id": promise.request_id}
         await journal.append(number, facts, call.body)
@@ -307,13 +309,13 @@ async def spend_number(state: State, numbered: tuple[str, int] | None, body: byt
         await spend(state, Call(None, {}, digest_of("", body), op="", body=why.encode()), *numbered)
 
 
-async def spend(state: State, call: Call, model_id: str, number: int) -> None:
+async def spend(state: State, call: Call, model_id: str, number: int | None) -> UntypedAPIFuture:
     """Use a number up with a failure whose reason is the call's body."""
 
     def work() -> None:
         raise EngineError(call.body.decode())
 
-    await enqueue(state, call, model_id, number, work)
+    return await enqueue(state, call, model_id, number, work)
 
 
 def failed_receipt(state: State, request_id: str, session_id: str, call: Call, target: Target | None = None) -> str:

@@ -1,0 +1,126 @@
+"""What is looked at before any handler: whose the things are that a request names, and whether there is room for it.
+
+The checks are here, over the fields that requests share, and not in the handlers: a new handler cannot forget them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tinkex.protocol import Operation
+from tinkex.server.handlers import require_session
+from tinkex.server.state import Call, Refusal, State
+from tinkex.server.submission import spend
+from tinkex.server.usage import Watch, lengths
+from tinkex.types.sampling import SampleRequest
+from tinkex.types.training import UntypedAPIFuture
+
+NOUNS = {
+    "session_id": "session",
+    "model_id": "model",
+    "sampling_session_id": "sampling session",
+    "sampler_id": "sampler",
+    "request_id": "request",
+    "training_run_id": "training run",
+}
+"""The fields that name something with an owner, and what each names."""
+SHOWN_TO_OTHERS = {"get_training_run", "list_checkpoints", "get_checkpoint_archive", "get_external_weights_urls"}
+"""Operations on a run that may be another's, because a checkpoint of it is published: their handlers judge."""
+KNOWN_OWNERS = 10_000
+OWNER = """
+    SELECT session_id AS id, owner FROM sessions WHERE session_id = ?
+    UNION ALL SELECT model_id, owner FROM runs WHERE model_id = ?
+"""
+UNLIMITED = {"unload_model"}
+"""What makes room is never refused for want of it."""
+
+
+async def check_ownership(state: State, op: Operation, call: Call) -> None:
+    """Answer 404, as if it were not there, to whoever names a thing of another owner."""
+    for field, name in _named(op, call):
+        if not await is_own(state, call.owner, field, name):
+            raise Refusal(404, f"there is no {NOUNS[field]} {name!r}")
+
+
+async def is_own(state: State, owner: str, field: str, name: str) -> bool:
+    """Whether a thing is someone's own; of one that is not there nobody else is the owner either."""
+    return await _owner(state, field, name) in (None, owner)
+
+
+def _named(op: Operation, call: Call) -> list[tuple[str, str]]:
+    target = getattr(call.request, "target", None)
+    places: list[Any] = [*([call.request] if call.request is not None else []), *([target] if target else [])]
+    named = [(field, getattr(place, field, None)) for place in places for field in NOUNS]
+    named += [(field, name) for field, name in call.path.items() if field in NOUNS]
+    if op.name in SHOWN_TO_OTHERS:
+        named = [(field, name) for field, name in named if field != "training_run_id"]
+    return [(field, name) for field, name in named if isinstance(name, str)]
+
+
+async def _owner(state: State, field: str, name: str) -> str | None:
+    """Whose a thing is: its name begins with its session's, whose owner is remembered."""
+    if field == "request_id" and name.startswith("direct:"):  # of no session; it says itself who asked
+        promise = state.promises.get(name)
+        return promise.on_settled.owner if promise is not None and isinstance(promise.on_settled, Watch) else None
+    session = name.partition(":")[0]
+    for known in (session, name):
+        if known in state.owners:
+            return state.owners[known]
+    rows = await asyncio.to_thread(state.store.rows, OWNER, session, name)
+    if not rows:
+        return None
+    if len(state.owners) >= KNOWN_OWNERS:
+        state.owners.clear()
+    state.owners[rows[0]["id"]] = owner = str(rows[0]["owner"])
+    return owner
+
+
+def check_room(state: State, op: Operation, call: Call) -> str | None:
+    """Why there is no room for a request; None when there is. Refuses what may be asked again at once, later."""
+    if op.traffic not in ("train", "sample") or op.name in UNLIMITED or op.name == "cancel_future":
+        return None
+    if state.is_draining:
+        raise Refusal(503, "this server is shutting down", headers={"Retry-After": "1"})
+    limits = state.limits
+    if (longest := _longest(call.request)) > limits.sequence_tokens:
+        return f"a sequence has {longest} tokens; the limit sequence_tokens of this server is {limits.sequence_tokens}"
+    if state.meter.open_of(call.owner) >= limits.open_requests:
+        why = f"{limits.open_requests} requests are open, which is the limit open_requests of this server"
+        if op.traffic == "sample":
+            paused = {"queue_state": "paused_capacity", "queue_state_reason": why}
+            raise Refusal(429, why, headers={"Retry-After": "1"}, fields=paused)
+        return why
+    if op.name == "create_model" or (op.name == "load_weights" and call.request.model_id is None):
+        live = sum(live.run.owner == call.owner for live in state.runs.values())
+        if live + state.meter.creating[call.owner] >= limits.adapters:
+            return (
+                f"{limits.adapters} training runs are loaded, which is the limit adapters of this server; "
+                "unload one, or finish its session"
+            )
+    return None
+
+
+def _longest(request: Any) -> int:
+    if isinstance(request, SampleRequest):
+        try:
+            return int(request.prompt.length)
+        except ValueError:
+            return 0
+    return max(lengths(request), default=0)
+
+
+async def fail_in_band(state: State, op: Operation, call: Call, why: str) -> UntypedAPIFuture:
+    """Refuse a request that there is no room for: with a future that fails, for its number is spent all the same."""
+    request = call.request
+    model_id = getattr(request, "model_id", None)
+    if model_id is not None:
+        spent = Call(None, {}, call.digest, op="", body=why.encode(), owner=call.owner)
+        return await spend(state, spent, model_id, getattr(request, "seq_id", None))
+    if getattr(request, "session_id", None) is None or getattr(request, "model_seq_id", None) is None:
+        raise Refusal(400, why)
+    await require_session(state, request.session_id)
+    model_id = f"{request.session_id}:train:{request.model_seq_id}"
+    if state.promises.get(f"{model_id}:0") is None:  # nothing has come of it, so nothing need be on disk
+        state.promises.add(f"{model_id}:0", call.digest, request.session_id).fail(why)
+    return UntypedAPIFuture(request_id=f"{model_id}:0", model_id=model_id)

@@ -1,0 +1,105 @@
+"""What a server does, in numbers: the text that Prometheus reads, and a line of log for each request."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinkex.server.state import State
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+TOKENS = {"training": "training", "prefill": "prefill", "sample": "sampled"}
+
+access = logging.getLogger("tinkex.server.access")
+
+
+class Metrics:
+    """Requests by operation and status, and how long they took."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._buckets: dict[str, list[int]] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._began = time.time()
+
+    def observe(self, operation: str, method: str, status: int, seconds: float, owner: str | None) -> None:
+        """Count a request and log it; nothing that its sender said is logged, so no secret can be."""
+        self._requests[operation, status] += 1
+        counts = self._buckets.setdefault(operation, [0] * (len(BUCKETS) + 1))
+        counts[bisect.bisect_left(BUCKETS, seconds)] += 1
+        self._seconds[operation] += seconds
+        if access.isEnabledFor(logging.INFO):
+            fields = {"operation": operation, "method": method, "status": status, "ms": round(seconds * 1000, 3)}
+            access.info("%s %s", operation, status, extra={"fields": {**fields, "owner": owner}})
+
+    def render(self, state: State) -> str:
+        """Everything there is to know, as Prometheus reads it."""
+        return "".join(f"{line}\n" for line in (*self._of_requests(), *_of_state(state, self._began)))
+
+    def _of_requests(self) -> Iterator[str]:
+        requests = {_labels(operation=op, status=status): count for (op, status), count in self._requests.items()}
+        yield from _family("tinkex_requests_total", "counter", "Requests by operation and status.", requests)
+        name = "tinkex_request_seconds"
+        yield f"# HELP {name} How long requests took; polls are held on purpose."
+        yield f"# TYPE {name} histogram"
+        for operation, counts in self._buckets.items():
+            for bound, total in zip((*BUCKETS, "+Inf"), accumulate(counts), strict=True):
+                yield f"{name}_bucket{_labels(operation=operation, le=bound)} {total}"
+            yield f"{name}_sum{_labels(operation=operation)} {self._seconds[operation]}"
+            yield f"{name}_count{_labels(operation=operation)} {sum(counts)}"
+
+
+def _of_state(state: State, began: float) -> Iterator[str]:
+    meter = state.meter
+    tokens = {_labels(kind=name): int(meter.totals[kind]) for kind, name in TOKENS.items()}
+    yield from _family("tinkex_tokens_total", "counter", "Tokens, by what was done with them.", tokens)
+    waiting: Counter[str] = Counter()
+    for (_, operation), count in meter.open.items():
+        waiting[operation] += count
+    queued = {_labels(operation=operation): count for operation, count in waiting.items()}
+    yield from _family("tinkex_open_operations", "gauge", "Operations taken and not ended, queued or at work.", queued)
+    sampling = {"": waiting["asample"]}
+    yield from _family("tinkex_samples_in_flight", "gauge", "Sample requests that have not ended.", sampling)
+    yield from _family("tinkex_live_runs", "gauge", "Training runs whose adapters are loaded.", {"": len(state.runs)})
+    in_memory = sum(directory is None for directory in state.snapshots.values())
+    samplers = {"": len(state.loading) + in_memory}
+    yield from _family("tinkex_samplers", "gauge", "Weights held in memory to sample from.", samplers)
+    yield from _family("tinkex_open_sessions", "gauge", "Sessions that are open.", {"": len(state.heard)})
+    yield from _family("tinkex_kept_results", "gauge", "Futures on record, ended or not.", {"": len(state.promises)})
+    yield from _family("tinkex_start_time_seconds", "gauge", "When the server was started.", {"": began})
+
+
+def _family(name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Iterable[str]:
+    yield f"# HELP {name} {help_text}"
+    yield f"# TYPE {name} {kind}"
+    for labels, value in values.items():
+        yield f"{name}{labels} {value}"
+
+
+def _labels(**labels: object) -> str:
+    return "{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
+
+
+class JsonFormatter(logging.Formatter):
+    """Log records as lines of JSON; an access record's fields are members of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        said: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            said["error"] = self.formatException(record.exc_info)
+        return json.dumps(said)

@@ -1,0 +1,379 @@
+"""Keys, tokens and owners: who is let in, and what they can see."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import tinkex
+from support import Heard, Keyed, Wire, pass_json, sample_json, serving, step_json
+from tinkex import protocol
+from tinkex.engine.fake import FakeEngine
+from tinkex.protocol import OPERATIONS, Operation
+from tinkex.rest import RestClient
+from tinkex.server import accounts
+from tinkex.server.accounts import Accounts, create_key, has_keys, list_keys, revoke_key
+from tinkex.server.handlers import HANDLERS
+from tinkex.server.state import Limits
+from tinkex.server.store import DATABASE, Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """The facts of the test's data directory, as the command line sees them."""
+    with closing(Store(tmp_path / DATABASE)) as opened:
+        yield opened
+
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Starts a server on the test's data directory."""
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(serving(FakeEngine(), tmp_path, **options))
+
+
+def ask(url: str, key: str | None) -> Heard:
+    return Wire(url).send("healthz", method="GET", headers={} if key is None else {"X-API-Key": key})
+
+
+# ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_key_is_kept_as_a_hash_only(store: Store, tmp_path: Path) -> None:
+    number, key = create_key(store, "laptop", "ada")
+    assert re.fullmatch(r"tml-[A-Za-z0-9_-]{43}", key)
+    assert create_key(store, "laptop", "ada")[1] != key
+    store.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert key.encode() not in (tmp_path / DATABASE).read_bytes()
+    first = list_keys(store)[0]
+    assert (first.id, first.owner, first.name, first.last_used, first.revoked) == (number, "ada", "laptop", None, None)
+
+
+def test_the_first_key_closes_a_running_server(serve: Serve, store: Store) -> None:
+    url = serve()
+    assert ask(url, None).status == 200
+    _, key = create_key(store, "first")
+    deadline = time.monotonic() + 5
+    while ask(url, None).status == 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert ask(url, None).status == 401
+    assert ask(url, "tml-other").status == 403
+    assert ask(url, key).status == 200
+    _, second = create_key(store, "second")
+    assert ask(url, second).status == 200  # at once
+
+
+def test_a_revoked_key_no_longer_opens_anything_and_the_last_one_does_not_open_the_server(
+    serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
+    number, key = create_key(store, "only")
+    url = serve()
+    assert ask(url, key).status == 200
+    assert list_keys(store)[0].last_used == pytest.approx(time.time(), abs=30)
+    assert revoke_key(store, number)
+    assert not revoke_key(store, number)
+    assert not revoke_key(store, 77)
+    assert ask(url, key).status == 403
+    assert ask(url, None).status == 401
+    assert has_keys(store)
+
+
+def test_the_key_of_the_environment_stands_beside_those_on_record(serve: Serve, store: Store) -> None:
+    _, key = create_key(store, "other", "ada")
+    url = serve(api_key="tml-given")
+    mine, hers = Keyed(url, "tml-given"), Keyed(url, key)
+    me = mine.get("auth/apikey/me")
+    assert (me["key_id"], me["name"]) == (0, "TINKEX_SERVER_API_KEY")
+    her = hers.get("auth/apikey/me")
+    assert (her["name"], her["details"]["user_details"]["name"]) == ("other", "ada")
+    refused = mine.send("auth/apikey/me", method="DELETE")
+    assert refused.status == 400
+    assert hers.send("auth/apikey/me", method="DELETE").status == 200
+    assert list_keys(store)[0].revoked is not None
+
+
+def test_an_open_server_names_no_key(serve: Serve) -> None:
+    me = Wire(serve()).get("auth/apikey/me")
+    assert (me["key_id"], me["name"]) == (0, "open")
+    assert Wire(serve()).send("auth/apikey/me", method="DELETE").status == 400
+
+
+def test_a_program_with_its_own_backend_needs_no_key(tmp_path: Path, store: Store) -> None:
+    create_key(store, "for others")
+    backend = tinkex.LocalBackend(engine=FakeEngine(), data_dir=tmp_path)
+    with backend, tinkex.ServiceClient(base_url=backend.base_url) as service:
+        assert service.get_server_capabilities().supported_models
+
+
+# ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def said(token: str) -> dict[str, Any]:
+    payload = token.split(".")[1]
+    read: dict[str, Any] = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    return read
+
+
+def forge(token: str, **changes: Any) -> str:
+    head, _, signature = token.split(".")
+    body = base64.urlsafe_b64encode(json.dumps({**said(token), **changes}).encode()).decode().rstrip("=")
+    return f"{head}.{body}.{signature}"
+
+
+def test_a_token_stands_for_its_key(serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
+    number, key = create_key(store, "k", "ada@example.org")
+    url = serve()
+    token = Keyed(url, key).post("auth/token", {})["jwt"]
+    claims = said(token)
+    assert claims["sub"] == "tml:user:ada@example.org"
+    assert claims["email"] == "ada@example.org"
+    assert claims["iss"].startswith("passport-")
+    assert 3500 < claims["exp"] - time.time() <= 3600
+    session = Keyed(url, key).session()
+    assert Keyed(url, token).get("sessions")["sessions"] == [session]
+    for wrong in (forge(token, sub="tml:user:local"), forge(token, exp=4e9), "eyJ.x", "eyJ.e30.x", token[:-2], "eyJ"):
+        assert ask(url, wrong).status == 403, wrong
+    revoke_key(store, number)
+    assert ask(url, token).status == 403
+
+
+def test_an_expired_token_is_told_to_be_renewed(
+    tmp_path: Path, serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, key = create_key(store, "k")
+    url = serve()
+    with monkeypatch.context() as patch:
+        patch.setattr(accounts, "TOKEN_SECONDS", -1)
+        token = Keyed(url, key).post("auth/token", {})["jwt"]
+    heard = ask(url, token)
+    assert heard.status == 401
+    assert "auth/token" in heard.json["detail"]
+
+
+def test_the_secret_is_the_owners_alone_and_stays(tmp_path: Path, store: Store) -> None:
+    first, again = Accounts(store, tmp_path, "tml-x"), Accounts(store, tmp_path, "tml-x")
+    assert first.sign("a") == again.sign("a")
+    assert first.sign("a") != Accounts(store, tmp_path, "tml-y").sign("a")  # a new key ends the tokens of the old one
+    assert stat.S_IMODE((tmp_path / accounts.SECRET_FILE).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_clients_exchange_keys_when_the_server_wants_it(serve: Serve, store: Store, tokens: bool) -> None:
+    _, key = create_key(store, "k", "ada")
+    url = serve(tokens=tokens)
+    with tinkex.ServiceClient(base_url=url, api_key=key) as service:
+        assert service.create_sampling_client(base_model="fake")
+    with RestClient(base_url=url, api_key=key) as rest:
+        if not tokens:
+            with pytest.raises(RuntimeError, match="no tokens"):
+                rest.whoami().result(10)
+            return
+        me = rest.whoami().result(10)
+        assert (me.user_urn, me.org_urn, me.email) == ("tml:user:ada", "tml:organization:tinkex", None)
+
+
+# ── owners ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def two(serve: Serve, store: Store) -> tuple[Keyed, Keyed]:
+    """Two owners of one server."""
+    keys = [create_key(store, name, name)[1] for name in ("ada", "bob")]
+    url = serve(limits=Limits(poll_seconds=0.2))
+    return Keyed(url, keys[0]), Keyed(url, keys[1])
+
+
+def things(wire: Wire) -> dict[str, str]:
+    """One of each thing that has an owner."""
+    session = wire.session()
+    model = wire.model(session)
+    saved = wire.run("save_weights", {"model_id": model, "path": "a", "seq_id": 1})["path"]
+    sampled = wire.run("save_weights_for_sampler", {"model_id": model, "path": "a", "seq_id": 2})["path"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
+    sampler = wire.post("create_sampling_session", body)["sampling_session_id"]
+    drawn = wire.post("asample", sample_json(sampler))["request_id"]
+    return {
+        "session": session,
+        "model": model,
+        "saved": saved,
+        "sampled": sampled,
+        "sampler": sampler,
+        "drawn": drawn,
+        "request": f"{model}:1",
+    }
+
+
+def foreign(name: str, own: dict[str, str], its: dict[str, str]) -> list[Any]:
+    """Bodies that name another owner's things; one without a body is given as None."""
+    model, session, sampler = its["model"], its["session"], its["sampler"]
+    passed = pass_json(model, 9)
+    old = {"model_id": model, "seq_id": 9, "forward_input": passed["forward_backward_input"]}
+    bodies: dict[str, list[Any]] = {
+        "session_heartbeat": [{"session_id": session}],
+        "finish_session": [{"reason": {"type": "success"}}],
+        "create_model": [{"session_id": session, "model_seq_id": 5, "base_model": "fake"}],
+        "unload_model": [{"model_id": model}],
+        "get_info": [{"model_id": model}],
+        "forward_backward": [passed],
+        "forward": [old],
+        "optim_step": [step_json(model, 9)],
+        "save_weights": [{"model_id": model, "path": "z", "seq_id": 9}],
+        "save_weights_for_sampler": [{"model_id": model, "path": "z", "seq_id": 9}],
+        "save_weights_external": [{"model_id": model, "path": "z", "seq_id": 9}],
+        "create_custom_loss": [
+            {"session_id": session, "custom_loss_seq_id": 0, "name": "x", "inputs": [], "graph": {"nodes": []}}
+        ],
+        "load_weights": [
+            {"model_id": model, "path": own["saved"], "seq_id": 9, "optimizer": True},
+            {"session_id": session, "model_seq_id": 6, "path": own["saved"], "optimizer": True},
+        ],
+        "weights_info": [{"tinker_path": its["saved"]}],
+        "create_sampling_session": [{"session_id": session, "sampling_session_seq_id": 7, "base_model": "fake"}],
+        "join_sampling_session": [{"sampling_session_id": sampler}],
+        "asample": [sample_json(sampler)],
+        "stream_sample": [sample_json(sampler)],
+        "retrieve_future": [{"request_id": its["request"]}, {"request_id": its["drawn"]}],
+        "retrieve_futures": [{"target": {"type": "sampling_session", "sampling_session_id": sampler}, "timeout": 0}],
+        "cancel_future": [{"request_id": its["drawn"]}],
+        "assign_session_project": [{"project_id": "mine"}],
+        "set_checkpoint_ttl": [{"ttl_seconds": 7200}],
+        "copy_weights": [{"source_path": its["saved"], "destination_project_id": "mine"}],
+    }
+    return bodies.get(name, [None])
+
+
+NOBODYS = {
+    "client_config",
+    "client_dynamic_config",
+    "auth_token",
+    "get_api_key",
+    "delete_api_key",
+    "create_session",
+    "get_server_capabilities",
+    "healthz",
+    "telemetry",
+    "list_sessions",
+    "search_sessions",
+    "list_training_runs",
+    "list_user_checkpoints",
+    "get_billing_usage",
+    "get_current_checkpoint_storage_usage",
+    "get_audit_log",
+}
+"""Operations that name nothing with an owner; what the lists show is looked at below."""
+SERVED = [op for op in OPERATIONS if op.name in HANDLERS or op is protocol.RETRIEVE_FUTURE]
+
+
+def test_nobody_can_do_anything_with_the_things_of_another(two: tuple[Keyed, Keyed]) -> None:
+    ada, bob = two
+    own, its = things(bob), things(ada)
+    seen = 0
+    for op in [op for op in SERVED if op.name not in NOBODYS]:
+        for body in foreign(op.name, own, its):
+            heard = bob.send(_path(op, its), body, method=op.method)
+            assert heard.status == 404, (op.name, body, heard)
+            seen += 1
+    assert seen >= 20
+    ended = {"finish_session", "unload_model", "delete_checkpoint", "get_external_weights_urls"}  # the last has no export
+    for op in [op for op in SERVED if op.name not in NOBODYS | ended]:
+        for body in foreign(op.name, its, its):  # and the owner can: nothing was refused for another reason
+            heard = ada.send(_path(op, its), body, method=op.method)
+            assert heard.status in (200, 302, 408), (op.name, body, heard)
+
+
+def _path(op: Operation, its: dict[str, str]) -> str:
+    parts = {"session_id": its["session"], "sampler_id": its["sampler"], "training_run_id": its["model"]}
+    return op.path.format(**parts, kind="weights", name="a")
+
+
+def test_the_checkpoints_of_another_are_not_there(two: tuple[Keyed, Keyed]) -> None:
+    ada, bob = two
+    own, its = things(bob), things(ada)
+    for path in (its["saved"], its["saved"].replace("/a", "/never")):  # the two cannot be told apart
+        number, wanted = 3 + ("never" in path), {"path": path, "optimizer": True}
+        into = bob.run("load_weights", {"model_id": own["model"], "seq_id": number, **wanted})
+        assert "there is no checkpoint" in into["error"]
+        new = bob.run("load_weights", {"session_id": own["session"], "model_seq_id": number, **wanted})
+        assert "there is no checkpoint" in new["error"]
+    body = {"session_id": own["session"], "sampling_session_seq_id": 3, "model_path": its["sampled"]}
+    refused = bob.send("create_sampling_session", body)
+    assert refused.status == 400
+    assert "there is no checkpoint" in refused.json["detail"]
+    direct = sample_json("", sampling_session_id=None, model_path=its["sampled"])
+    assert bob.send("asample", direct).status == 400
+
+
+def test_published_checkpoints_can_be_used_by_others(two: tuple[Keyed, Keyed], store: Store) -> None:
+    ada, bob = two
+    own, its = things(bob), things(ada)
+    store.rows("UPDATE checkpoints SET public = 1 WHERE owner = 'ada'")
+    assert bob.post("weights_info", {"tinker_path": its["saved"]})["base_model"] == "fake"
+    load = {"model_id": own["model"], "path": its["saved"], "seq_id": 3, "optimizer": True}
+    assert "error" not in bob.run("load_weights", load)
+    body = {"session_id": own["session"], "sampling_session_seq_id": 3, "model_path": its["sampled"]}
+    sampler = bob.post("create_sampling_session", body)["sampling_session_id"]
+    assert "error" not in bob.run("asample", sample_json(sampler))
+    store.rows("UPDATE checkpoints SET public = 0")
+    assert bob.send("asample", sample_json(sampler, 1)).status == 410
+
+
+def test_a_sample_without_a_session_has_an_owner_too(two: tuple[Keyed, Keyed]) -> None:
+    ada, bob = two
+    request = ada.post("asample", sample_json("", sampling_session_id=None, base_model="fake"))["request_id"]
+    for path in ("retrieve_future", "cancel_future"):
+        assert bob.send(path, {"request_id": request}).status == 404
+    assert "error" not in ada.result(request)
+
+
+def test_the_numbers_of_anothers_run_cannot_be_spent(two: tuple[Keyed, Keyed]) -> None:
+    ada, bob = two
+    model = ada.model()
+    broken = {"model_id": model, "seq_id": 1, "adam_params": "nonsense"}
+    assert bob.send("optim_step", broken).status == 400
+    assert "metrics" in ada.run("optim_step", step_json(model, 1))
+
+
+def test_lists_hold_ones_own_things_only(two: tuple[Keyed, Keyed]) -> None:
+    ada, bob = two
+    its = things(ada)
+    assert bob.get("sessions")["sessions"] == []
+    assert bob.post("sessions/search", {"owner": {"type": "accessible"}})["sessions"] == []
+    hers = {"type": "user", "owner_urns": ["tml:user:ada"]}
+    assert bob.post("sessions/search", {"owner": hers})["sessions"] == []
+    assert [entry["event"] for entry in bob.get("audit")["entries"]] == ["api_key_created"]
+    assert bob.get("billing/usage/checkpoints/current")["data"] == []
+    assert [found["session_id"] for found in ada.post("sessions/search", {"owner": hers})["sessions"]] == [
+        its["session"]
+    ]
+
+
+def test_what_is_made_carries_its_owner(two: tuple[Keyed, Keyed], store: Store) -> None:
+    things(two[0])
+    for table in ("sessions", "runs", "samplers", "checkpoints"):
+        assert {row["owner"] for row in store.rows(f"SELECT owner FROM {table}")} == {"ada"}, table
+
+
+def test_an_open_server_listens_to_this_machine_only(serve: Serve) -> None:
+    url = serve()
+    for header in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+        with closing(connection):
+            connection.request("GET", "/metrics", headers=header)
+            assert connection.getresponse().status == 403
