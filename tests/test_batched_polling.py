@@ -385,6 +385,21 @@ def test_a_server_that_does_not_hold_its_polls_is_not_asked_in_a_hot_loop(faulty
         future.cancel()
 
 
+@pytest.mark.covers("W21")
+def test_the_last_one_to_give_up_hangs_up(faulty: FaultyServer) -> None:
+    Samples(faulty)
+    faulty.script("retrieve_futures", Answer(body={"completions": [], "cursor": 0}, delay=8))
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m")
+        future = sampler.sample(PROMPT, 1, PARAMS)
+        eventually(lambda: len(faulty.requests("retrieve_futures")) == 1)
+        assert sampler._poller is not None
+        task = sampler._poller._task
+        assert task is not None
+        future.cancel()
+        eventually(task.done, 2)
+
+
 @pytest.mark.parametrize("answer", ["the result", "gone"])
 def test_a_poll_that_never_speaks_of_a_sample_does_not_lose_it(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, answer: str
