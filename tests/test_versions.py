@@ -11,14 +11,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
+from urllib.parse import quote
 
+import msgspec
 import pytest
 
 from support import MODEL, Wire, pass_json, sample_json, serving, step_json
+from tinkex import codec, types
 from tinkex.engine.fake import FakeEngine
+from tinkex.protocol import OPERATIONS
+from tinkex.types.record import Record
 
 HERE = Path(__file__).parent
 # Where a run is named, or a version: different each time.
@@ -267,6 +273,7 @@ def test_the_elixir_dialect_trains_saves_loads_and_samples(wire: Wire) -> None:
         for one in (sampler, nameless)
     ]
     assert drawn[0]["sequences"][0]["tokens"] == drawn[1]["sequences"][0]["tokens"]
+    assert wire.get(f"samplers/{quote(sampler['sampling_session_id'], safe='')}")["model_path"] == named["path"]
     assert drawn[0]["sequences"][0]["stop_reason"] == "length"
     assert len(drawn[0]["sequences"][0]["logprobs"]) == 3
     assert wire.run("unload_model", {"model_id": model_id, "type": "unload_model"})["model_id"] == model_id
@@ -331,3 +338,62 @@ def test_a_null_is_the_same_as_nothing(wire: Wire, path: str, field: str) -> Non
     assert heard.status == 200, heard
     if "request_id" in heard.json and path != "retrieve_future":
         assert "error" not in wire.result(heard.json["request_id"])
+
+
+def least(kind: Any) -> Any:
+    """A small valid value of a type, as decoded JSON."""
+    known: dict[Any, Any] = {
+        str: "x",
+        int: 1,
+        float: 1.0,
+        bool: True,
+        types.ModelInput: {"chunks": []},
+    }
+    if kind in known:
+        return known[kind]
+    if isinstance(kind, type) and issubclass(kind, Record):
+        return {field.name: least(field.type) for field in msgspec.structs.fields(kind) if field.required}
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return next(iter(kind)).value
+    choices = get_args(kind)
+    if get_origin(kind) is Literal:
+        return choices[0]
+    return [] if get_origin(kind) is list else {} if get_origin(kind) is dict else least(choices[0])
+
+
+REQUESTS = {op.request for op in OPERATIONS if op.request is not None and issubclass(op.request, Record)}
+OPTIONAL = sorted(
+    (kind.__name__, field.name)
+    for kind in REQUESTS
+    for field in msgspec.structs.fields(kind)
+    if not field.required and field.name != "type"
+)
+
+
+@pytest.mark.covers("S1")
+@pytest.mark.parametrize(("name", "field"), OPTIONAL)
+def test_a_null_can_be_read_wherever_nothing_can(name: str, field: str) -> None:
+    kind = next(kind for kind in REQUESTS if kind.__name__ == name)
+    body = least(kind)
+    if kind is types.OptimStepRequest:  # of its several ways to give them, one must be used
+        body["optimizer_params" if field == "adam_params" else "adam_params"] = {"type": "adamw", "learning_rate": 0.1}
+    assert codec.decode(kind, json.dumps({**body, field: None}).encode()) == codec.decode(
+        kind, json.dumps(body).encode()
+    )
+
+
+def test_a_null_for_what_must_be_given_is_refused() -> None:
+    for body in ({"request_id": None}, {"request_id": None, "allow_metadata_only": None}):
+        with pytest.raises(ValueError, match="got `null`"):
+            codec.decode(types.FutureRetrieveRequest, json.dumps(body).encode())
+
+
+def test_nulls_within_what_is_given_are_nothing_too() -> None:
+    params = {"max_tokens": None, "temperature": None, "top_k": None, "seed": 3}
+    body = elixir_sample(sampling_params=params, num_samples=None)
+    request = codec.decode(types.SampleRequest, json.dumps(body).encode())
+    assert request.sampling_params == types.SamplingParams(seed=3)
+    assert request.num_samples == 1
+    session = {"tags": None, "user_metadata": {"kept": None}, "sdk_version": None}
+    opened = codec.decode(types.CreateSessionRequest, json.dumps(session).encode())
+    assert (opened.tags, opened.user_metadata) == ([], {"kept": None})
