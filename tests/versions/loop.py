@@ -33,6 +33,7 @@ def trained(service: Any, types: Any, found: dict[str, Any]) -> Any:
     found["text"] = client.get_tokenizer().decode(client.get_tokenizer().encode("hello cat"))
     found["losses"] = train(client, types, data, 4)
     looked = client.forward(data, "cross_entropy").result(WAIT)
+    found["metrics"] = sorted(looked.metrics)
     found["forward"] = looked.metrics["loss:sum"]
     found["forward logprobs"] = [numbers(one["logprobs"].to_torch().flatten()) for one in looked.loss_fn_outputs]
 
