@@ -23,6 +23,7 @@ few = settings(max_examples=60, deadline=None)
 # ── lanes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("S11")
 @given(st.permutations(list(range(1, 9))))
 @few
 def test_any_order_of_arrival_gives_the_order_of_numbers(order: list[int]) -> None:
@@ -36,6 +37,7 @@ def test_any_order_of_arrival_gives_the_order_of_numbers(order: list[int]) -> No
     assert released == list(range(1, 9))
 
 
+@pytest.mark.covers("S11", "S12")
 @given(st.lists(st.integers(1, 9), max_size=25), st.lists(st.integers(0, 24), max_size=3))
 @few
 def test_numbers_are_released_once_whatever_comes(arrivals: list[int], surrenders: list[int]) -> None:
@@ -76,6 +78,7 @@ def test_a_refused_number_changes_nothing() -> None:
     assert lane.offer(2, "b") == ["b", "c"]
 
 
+@pytest.mark.covers("S11")
 def test_a_run_goes_on_after_a_gap_is_given_up() -> None:
     lane: Lane[str] = Lane()
     lane.offer(2, "b")
@@ -133,6 +136,7 @@ def test_work_is_done_in_the_order_given_on_one_thread() -> None:
     with_worker(FakeEngine(), body)
 
 
+@pytest.mark.covers("S13")
 def test_a_failure_goes_to_its_own_future_and_work_goes_on() -> None:
     def fail() -> None:
         raise EngineError("only this one")

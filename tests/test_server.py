@@ -103,6 +103,7 @@ def refusal(wire: Wire, status: int, path: str, body: Any, *words: str) -> None:
 # ── order and idempotency ────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("S5", "S12")
 def test_the_same_request_again_gets_the_same_receipt_and_runs_once(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     bodies = [("forward_backward", pass_json(model, 1)), ("optim_step", step_json(model, 2))]
@@ -116,6 +117,7 @@ def test_the_same_request_again_gets_the_same_receipt_and_runs_once(wire: Wire, 
     assert recorder.calls == ["create", "forward_backward", "optim_step"]
 
 
+@pytest.mark.covers("S12")
 def test_a_request_sent_twice_at_once_runs_once(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -125,6 +127,7 @@ def test_a_request_sent_twice_at_once_runs_once(wire: Wire, recorder: Recorder) 
     assert recorder.calls.count("optim_step") == 1
 
 
+@pytest.mark.covers("S12")
 def test_another_request_under_a_used_number_fails_in_band(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     good = wire.post("optim_step", step_json(model, 1))["request_id"]
@@ -137,6 +140,7 @@ def test_another_request_under_a_used_number_fails_in_band(wire: Wire, recorder:
     assert recorder.calls.count("optim_step") == 2
 
 
+@pytest.mark.covers("S12")
 def test_the_same_body_for_another_operation_is_another_request(wire: Wire) -> None:
     model = wire.model()
     body = {"model_id": model, "seq_id": 1, "path": "a"}
@@ -144,6 +148,7 @@ def test_the_same_body_for_another_operation_is_another_request(wire: Wire) -> N
     failure(wire.run("save_weights_for_sampler", body), "another request")
 
 
+@pytest.mark.covers("S11")
 def test_requests_are_executed_by_number_not_by_arrival(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     last = wire.post("save_weights", {"model_id": model, "path": "a", "seq_id": 3})["request_id"]
@@ -156,6 +161,7 @@ def test_requests_are_executed_by_number_not_by_arrival(wire: Wire, recorder: Re
     assert recorder.calls == ["create", "forward_backward", "optim_step", "save"]
 
 
+@pytest.mark.covers("S11")
 def test_a_gap_is_given_up_and_the_run_goes_on(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     began = time.monotonic()
@@ -170,6 +176,7 @@ def test_a_gap_is_given_up_and_the_run_goes_on(wire: Wire, recorder: Recorder) -
     assert recorder.calls == ["create", "optim_step"]
 
 
+@pytest.mark.covers("S11")
 def test_a_number_that_arrives_in_time_stops_the_clock(wire: Wire) -> None:
     model = wire.model()
     second = wire.post("optim_step", step_json(model, 2))["request_id"]
@@ -182,6 +189,7 @@ def test_a_number_that_arrives_in_time_stops_the_clock(wire: Wire) -> None:
     assert "metrics" in wire.result(fourth)
 
 
+@pytest.mark.covers("S13", "S28")
 def test_a_failed_operation_uses_its_number_up(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     recorder.errors["forward_backward"] = EngineError("not like this")
@@ -198,6 +206,7 @@ def test_requests_without_a_number_take_the_next(wire: Wire) -> None:
     assert wire.post("optim_step", step_json(model, 3))["request_id"] == f"{model}:3"
 
 
+@pytest.mark.covers("S11")
 @pytest.mark.parametrize("number", [0, -1])
 def test_numbers_start_at_one(wire: Wire, number: int) -> None:
     model = wire.model()
@@ -205,6 +214,7 @@ def test_numbers_start_at_one(wire: Wire, number: int) -> None:
     assert "metrics" in wire.run("optim_step", step_json(model, 1))
 
 
+@pytest.mark.covers("S13")
 def test_a_request_that_was_refused_does_not_hold_up_the_next(wire: Wire) -> None:
     """The client's counter has moved on, whatever the server thought of the request."""
     model = wire.model()
@@ -217,6 +227,7 @@ def test_a_request_that_was_refused_does_not_hold_up_the_next(wire: Wire) -> Non
     assert time.monotonic() - began < 0.25
 
 
+@pytest.mark.covers("S13")
 def test_a_refused_protobuf_request_does_not_hold_up_the_next(wire: Wire) -> None:
     """Its tensors are damaged, but whose it is and which number it has can be read."""
     model = wire.model()
@@ -231,6 +242,7 @@ def test_a_refused_protobuf_request_does_not_hold_up_the_next(wire: Wire) -> Non
     failure(wire.result(f"{model}:1"), "target_tokens")
 
 
+@pytest.mark.covers("S11")
 def test_runs_do_not_wait_for_each_other(wire: Wire) -> None:
     session = wire.session()
     one, two = wire.model(session, 0), wire.model(session, 1)
@@ -238,6 +250,7 @@ def test_runs_do_not_wait_for_each_other(wire: Wire) -> None:
     assert "metrics" in wire.run("optim_step", step_json(two, 1))
 
 
+@pytest.mark.covers("S7")
 def test_creating_the_same_model_again_gives_the_same(wire: Wire, recorder: Recorder) -> None:
     session = wire.session()
     assert wire.model(session) == wire.model(session) == f"{session}:train:0"
@@ -247,6 +260,7 @@ def test_creating_the_same_model_again_gives_the_same(wire: Wire, recorder: Reco
 # ── what is not there ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("S27")
 def test_unknown_things_are_not_found(wire: Wire) -> None:
     session = wire.session()
     refusal(wire, 404, "optim_step", step_json("nobody", 1), "nobody")
@@ -262,6 +276,7 @@ def test_unknown_things_are_not_found(wire: Wire) -> None:
     assert wire.send("samplers/nowhere", method="GET").status == 404
 
 
+@pytest.mark.covers("S8", "S28")
 def test_a_wrong_model_name_lists_the_ones_there_are(wire: Wire) -> None:
     session = wire.session()
     body = {"session_id": session, "model_seq_id": 0, "base_model": "flake"}
@@ -280,6 +295,7 @@ def test_an_optimizer_that_is_not_here_is_refused(wire: Wire) -> None:
     failure(wire.run("optim_step", {"model_id": model, "seq_id": 1, "optimizer_params": {"type": "dimuon"}}), "adamw")
 
 
+@pytest.mark.covers("S14")
 def test_nothing_in_a_bad_request_changes_anything(wire: Wire) -> None:
     """Two runs get the same good calls; one of them gets bad ones in between. They must stay equal."""
     session = wire.session()
@@ -317,6 +333,7 @@ def loss(wire: Wire, model: str, number: int) -> float:
     return float(wire.run("forward_backward", body)["metrics"]["loss:sum"])
 
 
+@pytest.mark.covers("S25")
 def test_a_name_is_used_once_unless_told_otherwise(wire: Wire, files: Callable[[str], list[Path]]) -> None:
     model = wire.model()
     first = save(wire, model, 1, "a")["path"]
@@ -334,6 +351,7 @@ def test_a_name_is_used_once_unless_told_otherwise(wire: Wire, files: Callable[[
     assert len(files(model)) == 1
 
 
+@pytest.mark.covers("S25")
 def test_training_and_sampler_checkpoints_do_not_collide(wire: Wire) -> None:
     model = wire.model()
     assert save(wire, model, 1, "a")["path"].endswith("/weights/a")
@@ -429,6 +447,7 @@ def test_a_checkpoint_of_another_shape_is_refused(wire: Wire) -> None:
     failure(wire.run("load_weights", {"model_id": other, "seq_id": 1, "path": path, "optimizer": True}), "rank")
 
 
+@pytest.mark.covers("S24")
 def test_a_run_can_be_made_by_loading(wire: Wire) -> None:
     session = wire.session()
     model = wire.model(session, 0)
@@ -459,6 +478,7 @@ def sampler_of(wire: Wire, session: str | None = None, **source: Any) -> str:
     return str(wire.post("create_sampling_session", body)["sampling_session_id"])
 
 
+@pytest.mark.covers("S33")
 def test_a_sample_sent_again_is_not_drawn_again(wire: Wire, recorder: Recorder) -> None:
     sampler = sampler_of(wire)
     body = sample_json(sampler, 7, num_samples=3)
@@ -473,6 +493,7 @@ def test_a_sample_sent_again_is_not_drawn_again(wire: Wire, recorder: Recorder) 
     assert wire.result(other["request_id"]) != wire.result(first["request_id"])
 
 
+@pytest.mark.covers("S33")
 def test_another_sample_under_a_used_number_fails_in_band(wire: Wire) -> None:
     sampler = sampler_of(wire)
     drawn = wire.run("asample", sample_json(sampler, 0))
@@ -480,6 +501,7 @@ def test_another_sample_under_a_used_number_fails_in_band(wire: Wire) -> None:
     assert wire.run("asample", sample_json(sampler, 0)) == drawn
 
 
+@pytest.mark.covers("S27")
 def test_results_of_a_finished_session_are_gone(wire: Wire) -> None:
     session = wire.session()
     request_id = wire.post("optim_step", step_json(wire.model(session), 1))["request_id"]
@@ -501,11 +523,13 @@ def test_sampling_without_a_session_names_its_source(wire: Wire) -> None:
     refusal(wire, 400, "asample", body | {"base_model": "flake"}, "flake", "fake")
 
 
+@pytest.mark.covers("S38")
 def test_a_prompt_beyond_the_window_fails_in_band(wire: Wire) -> None:
     prompt = {"chunks": [{"tokens": [1] * 65, "type": "encoded_text"}]}
     failure(wire.run("asample", sample_json(sampler_of(wire), prompt=prompt)), "65", "64")
 
 
+@pytest.mark.covers("S31", "S32")
 def test_a_sampler_keeps_its_weights_while_training_goes_on(wire: Wire) -> None:
     session = wire.session()
     model = wire.model(session)
@@ -523,6 +547,7 @@ def test_a_sampler_keeps_its_weights_while_training_goes_on(wire: Wire) -> None:
     assert wire.run("asample", sample_json(fresh["sampling_session_id"], 0)) != before
 
 
+@pytest.mark.covers("S32")
 def test_a_nameless_save_needs_a_number(wire: Wire) -> None:
     model = wire.model()
     failure(wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 1}), "sampling_session_seq_id")
@@ -557,6 +582,7 @@ def test_samplers_that_were_not_used_for_long_make_room(serve: Callable[..., Wir
 # ── futures ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("S26")
 def test_a_poll_is_held_and_then_says_not_yet(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     gate = recorder.gates["optim_step"] = threading.Event()
@@ -573,12 +599,14 @@ def test_a_poll_is_held_and_then_says_not_yet(wire: Wire, recorder: Recorder) ->
     assert time.monotonic() - began < 0.28
 
 
+@pytest.mark.covers("S27")
 def test_a_result_can_be_read_twice(wire: Wire) -> None:
     model = wire.model()
     request_id = wire.post("forward_backward", pass_json(model, 1))["request_id"]
     assert wire.result(request_id) == wire.result(request_id)
 
 
+@pytest.mark.covers("S27")
 def test_results_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
@@ -607,6 +635,7 @@ def test_results_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.covers("S2")
 @pytest.mark.parametrize(
     ("accept", "kind"),
     [
@@ -640,6 +669,7 @@ def test_results_come_in_the_form_that_is_asked_for(wire: Wire, accept: str | No
         assert small.json
 
 
+@pytest.mark.covers("S2", "S26")
 def test_a_pending_poll_stays_json_under_protobuf(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     gate = recorder.gates["forward_backward"] = threading.Event()
@@ -664,6 +694,7 @@ def protobuf_pass(model: str, number: int, **fields: Any) -> bytes:
     ).data
 
 
+@pytest.mark.covers("S1")
 def test_all_dialects_of_a_pass_mean_the_same(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     as_protobuf = {"Content-Type": "application/x-protobuf"}
@@ -702,6 +733,7 @@ def test_malformed_passes_are_refused(wire: Wire, body: bytes, headers: dict[str
     assert len(heard.json["detail"]) > 30
 
 
+@pytest.mark.covers("S4")
 def test_bodies_over_the_limit_are_refused(serve: Callable[..., Wire]) -> None:
     wire = serve(FakeEngine(), limits=Limits(body_bytes=2000))
     model = wire.model()
@@ -748,6 +780,7 @@ def test_a_key_is_asked_for_and_checked(serve: Callable[..., Wire]) -> None:
 # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("S6", "S32")
 def test_finishing_a_session_frees_what_it_held(wire: Wire, engine: FakeEngine) -> None:
     session, other = wire.session(), wire.session()
     model, kept = wire.model(session), wire.model(other)
@@ -783,6 +816,7 @@ def test_a_waiter_is_told_when_its_session_ends(wire: Wire, recorder: Recorder) 
     gate.set()
 
 
+@pytest.mark.covers("S6")
 def test_a_silent_session_is_ended(serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 

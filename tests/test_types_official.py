@@ -47,7 +47,7 @@ OPTIONAL_HERE = {
     ("UnhandledExceptionEvent", "severity"): "usual for the class",
 }
 EXTRA_HERE = {
-    "ClientConfigResponse": {"batched_results"},
+    "ClientConfigResponse": {"batched_results", "fwd_via_fwdbwd", "proto_write_fwdbwd"},
     "FutureFailed": {"content_type", "inline_size"},
     "FutureFinished": {"content_type", "inline_size"},
     "FuturesRetrieveRequest": {"inline_bytes"},

@@ -35,6 +35,7 @@ def train(engine: TorchEngine, name: str, data: Data, seeds: range) -> list[Any]
     return results
 
 
+@pytest.mark.covers("S24")
 def test_a_resumed_run_continues_bit_equal(
     engine: TorchEngine, checkpoint: Checkpoint, data: Data, tmp_path: Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_a_resumed_run_continues_bit_equal(
         assert torch.equal(getattr(ours, name), getattr(theirs, name))
 
 
+@pytest.mark.covers("S24")
 def test_weights_alone_start_a_fresh_optimizer(engine: TorchEngine, data: Data, tmp_path: Path) -> None:
     train(engine, "a", data, range(2))
     engine.save("a", tmp_path, optimizer=False)
@@ -77,6 +79,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.covers("S41")
 @pytest.mark.parametrize("flags", FLAGS)
 def test_peft_reads_the_files(flags: dict[str, bool], checkpoint: Checkpoint, data: Data, tmp_path: Path) -> None:
     engine = TorchEngine({"small": checkpoint("llama")}, threads=1)
@@ -94,6 +97,7 @@ def test_peft_reads_the_files(flags: dict[str, bool], checkpoint: Checkpoint, da
     np.testing.assert_allclose(ours.loss_fn_outputs[0]["logprobs"].to_numpy(), theirs, atol=1e-5)
 
 
+@pytest.mark.covers("S41")
 def test_the_files(engine: TorchEngine, tmp_path: Path) -> None:
     engine.save("a", tmp_path, optimizer=True)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -188,6 +192,7 @@ def test_samplers_of_files_and_of_snapshots_agree(
     assert live.logprobs != base.logprobs
 
 
+@pytest.mark.covers("S31")
 def test_snapshots_stay_as_they_were(engine: TorchEngine, data: Data, sample: Sample) -> None:
     train(engine, "a", data, range(1))
     engine.snapshot("a", "s")

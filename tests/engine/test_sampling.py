@@ -38,6 +38,7 @@ def trained(engine: TorchEngine, data: Data) -> TorchEngine:
     return engine
 
 
+@pytest.mark.covers("S36")
 @pytest.mark.parametrize("family", ["llama", "llama3", "qwen2", "qwen3", "mistral", "llama-tied"])
 def test_greedy_equals_generate(family: str, checkpoint: Checkpoint, sample: Sample) -> None:
     engine = TorchEngine({"m": checkpoint(family)}, threads=1)
@@ -59,6 +60,7 @@ def trainer_logprobs(engine: TorchEngine, tokens: list[int]) -> Any:
     return output.loss_fn_outputs[0]["logprobs"].to_numpy()
 
 
+@pytest.mark.covers("S35")
 def test_logprobs_equal_the_trainers(trained: TorchEngine, sample: Sample) -> None:
     request = {"prompt_logprobs": True}
     result = sample(trained, PROMPT, num_samples=3, max_tokens=30, request=request, **FOREVER)
@@ -70,6 +72,7 @@ def test_logprobs_equal_the_trainers(trained: TorchEngine, sample: Sample) -> No
         assert np.abs(ours - theirs).max() <= 1e-4
 
 
+@pytest.mark.covers("S36")
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.8}])
 def test_a_seed_decides(params: dict[str, Any], trained: TorchEngine, sample: Sample) -> None:
     def tokens(seed: int, count: int) -> list[list[int]]:
@@ -82,6 +85,7 @@ def test_a_seed_decides(params: dict[str, Any], trained: TorchEngine, sample: Sa
     assert len({tuple(t) for t in tokens(3, 4)}) == 4
 
 
+@pytest.mark.covers("S36")
 def test_what_a_job_gives_does_not_depend_on_others(
     trained: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +126,7 @@ def test_uniforms() -> None:
     assert uniforms(7, np.arange(5), 3)[2] == uniforms(7, 2, 3)[0]
 
 
+@pytest.mark.covers("S35")
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
@@ -157,6 +162,7 @@ def first_end(sequence: list[int], is_end: Any) -> list[int]:
     return sequence
 
 
+@pytest.mark.covers("S34")
 def test_stop_rules(trained: TorchEngine, sample: Sample) -> None:
     free = sample(trained, PROMPT, num_samples=4, max_tokens=43, **FOREVER).sequences
     lists = [sequence.tokens for sequence in free]
@@ -178,6 +184,7 @@ def test_stop_rules(trained: TorchEngine, sample: Sample) -> None:
         assert 2 not in sequence.tokens[:-1]
 
 
+@pytest.mark.covers("S34")
 def test_stop_strings_across_token_borders(trained: TorchEngine, sample: Sample, tokenizer: Tokenizer) -> None:
     def text_of(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=False))
@@ -194,6 +201,7 @@ def test_stop_strings_across_token_borders(trained: TorchEngine, sample: Sample,
     assert sample(trained, PROMPT, max_tokens=43, stop="\n\n").sequences[0].stop_reason == "length"
 
 
+@pytest.mark.covers("S34")
 def test_a_stop_string_of_several_bytes(tokenizer: Tokenizer) -> None:
     source = sampler.Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
     rule = sampler.StopRule(source, ["é"], rows=2)
@@ -233,6 +241,7 @@ def test_stop_strings_need_a_tokenizer(checkpoint: Checkpoint, tmp_path: Path, s
     assert sample(engine, PROMPT, max_tokens=3, stop=[1]).sequences
 
 
+@pytest.mark.covers("S37")
 def test_prompt_logprobs(trained: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trainer_logprobs(trained, PROMPT)
     monkeypatch.setattr(sampler, "LOGITS_BUDGET", 2 * 96)  # several chunks
@@ -254,6 +263,7 @@ def test_prompt_logprobs(trained: TorchEngine, sample: Sample, monkeypatch: pyte
     assert sample(trained, [5], max_tokens=1, request={"prompt_logprobs": True}).prompt_logprobs == [None]
 
 
+@pytest.mark.covers("S37")
 def test_topk_prompt_logprobs(trained: TorchEngine, sample: Sample) -> None:
     result = sample(trained, PROMPT, max_tokens=1, request={"topk_prompt_logprobs": 96})
     table = result.topk_prompt_logprobs_np
@@ -279,6 +289,7 @@ def test_topk_prompt_logprobs(trained: TorchEngine, sample: Sample) -> None:
     assert [row is None for row in last.topk_prompt_logprobs] == [True] * 4 + [False]
 
 
+@pytest.mark.covers("S35")
 def test_topk_sample_logprobs(trained: TorchEngine, sample: Sample) -> None:
     result = sample(
         trained, PROMPT, max_tokens=6, num_samples=2, temperature=0.5, request={"topk_sample_logprobs": 96}, **FOREVER
@@ -300,6 +311,7 @@ def test_temperature_zero_reports_temperature_one(trained: TorchEngine, sample: 
     np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)  # type: ignore[arg-type]
 
 
+@pytest.mark.covers("S37")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_target_prompt_logprobs(sparse: bool, trained: TorchEngine, sample: Sample) -> None:
     whole = sample(trained, PROMPT, max_tokens=1, request={"topk_prompt_logprobs": 96}).topk_prompt_logprobs
@@ -340,6 +352,7 @@ def test_alternative_prompt_tokens(trained: TorchEngine, sample: Sample) -> None
         assert logprobs[row, column] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.covers("S38")
 def test_limits(trained: TorchEngine, sample: Sample) -> None:
     assert len(sample(trained, PROMPT, **FOREVER).sequences[0].tokens) == 43  # up to the window
     assert len(sample(trained, PROMPT, max_tokens=43, **FOREVER).sequences[0].tokens) == 43
@@ -353,6 +366,7 @@ def test_limits(trained: TorchEngine, sample: Sample) -> None:
     assert sample(trained, [5] * 48).sequences[0].tokens == []
 
 
+@pytest.mark.covers("S38")
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [

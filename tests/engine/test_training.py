@@ -44,6 +44,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covers("S10", "S15", "S21")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 @pytest.mark.parametrize(("dtype", "kept", "short"), [(torch.float32, 0, 64), (torch.float64, 1 << 20, 10)])
 @pytest.mark.parametrize(("family", "flags", "loss", "settings"), CASES)
@@ -86,6 +87,7 @@ def test_pass_equals_float64_reference(
         assert_near(grad, grads[name], 1e-5)
 
 
+@pytest.mark.covers("S21")
 def test_elementwise_loss(engine: TorchEngine, data: Data) -> None:
     (datum,) = data(6)
     output = engine.forward_backward("a", [datum], "cross_entropy", {}).loss_fn_outputs[0]
@@ -93,6 +95,7 @@ def test_elementwise_loss(engine: TorchEngine, data: Data) -> None:
     np.testing.assert_allclose(output["elementwise_loss"].to_numpy(), expected, rtol=1e-6)
 
 
+@pytest.mark.covers("S17")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_several_targets_per_position(
     sparse: bool, engine: TorchEngine, data: Data, checkpoint: Checkpoint, tmp_path: Path
@@ -135,6 +138,7 @@ def test_absent_cells_of_sparse_targets_weigh_nothing(engine: TorchEngine) -> No
     assert output.metrics["loss:sum"] == pytest.approx(-float(p[0, 0] + p[0, 1] + p[1, 0]), rel=1e-6)
 
 
+@pytest.mark.covers("S17")
 def test_weights_default_to_one(engine: TorchEngine) -> None:
     datum = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4]})
     output = engine.forward_backward("a", [datum], "cross_entropy", {})
@@ -143,6 +147,7 @@ def test_weights_default_to_one(engine: TorchEngine) -> None:
     )
 
 
+@pytest.mark.covers("S17")
 def test_zero_weights_give_zero(engine: TorchEngine, data: Data) -> None:
     output = engine.forward_backward("a", data(4, weights=np.zeros(4, np.float32)), "cross_entropy", {})
     assert output.metrics["loss:sum"] == 0
@@ -151,6 +156,7 @@ def test_zero_weights_give_zero(engine: TorchEngine, data: Data) -> None:
     assert (output.loss_fn_outputs[0]["logprobs"].to_numpy() < 0).all()
 
 
+@pytest.mark.covers("S19")
 def test_unused_inputs_are_ignored(engine: TorchEngine, data: Data) -> None:
     plain = data(5)
     mask = [Datum(d.model_input, {**d.loss_fn_inputs, "mask": np.ones(99, np.float32)}) for d in plain]
@@ -158,6 +164,7 @@ def test_unused_inputs_are_ignored(engine: TorchEngine, data: Data) -> None:
     assert ours == theirs
 
 
+@pytest.mark.covers("S14", "S15")
 def test_accumulation_over_splits(checkpoint: Checkpoint, data: Data) -> None:
     batch = data(5, 17, 9, 17, 1, 30, 9)
     flats = []
@@ -173,6 +180,7 @@ def test_accumulation_over_splits(checkpoint: Checkpoint, data: Data) -> None:
         assert_near(flat, flats[0], 1e-6)
 
 
+@pytest.mark.covers("S14", "S18")
 def test_forward_alone_adds_nothing(engine: TorchEngine, data: Data) -> None:
     batch = data(5, 8)
     alone = engine.forward_backward("a", batch, "cross_entropy", {}, backward=False)
@@ -199,6 +207,7 @@ def test_logits_are_never_all_held(engine: TorchEngine, data: Data, monkeypatch:
     assert sum(seen) == 80  # each row twice: forward, and again for backward
 
 
+@pytest.mark.covers("S14")
 def test_a_failed_pass_leaves_no_trace(engine: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     engine._micro_batch_tokens = 8
     engine.forward_backward("a", data(4), "cross_entropy", {})
@@ -221,6 +230,7 @@ def test_a_failed_pass_leaves_no_trace(engine: TorchEngine, data: Data, monkeypa
     assert torch.equal(adapter.grad, before)
 
 
+@pytest.mark.covers("S14")
 def test_an_overflowing_loss_is_refused(engine: TorchEngine, data: Data) -> None:
     bad = data(4, seed=1, logprobs=np.full(4, -1000, np.float32))
     with pytest.raises(EngineError, match="datum 2: the loss is not finite; nothing was added"):
@@ -236,6 +246,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.covers("S22")
 def test_adamw_equals_torch() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(50, generator=generator)
@@ -266,6 +277,7 @@ def test_steps_never_change_weights_in_place(engine: TorchEngine, data: Data) ->
     assert not torch.equal(adapter_of(engine).state.weights, copy)
 
 
+@pytest.mark.covers("S14", "S22", "S23")
 def test_step_metrics_and_clearing(engine: TorchEngine, data: Data) -> None:
     engine.forward_backward("a", data(5, 9), "cross_entropy", {})
     adapter = adapter_of(engine)
@@ -312,6 +324,7 @@ def train(engine: TorchEngine, name: str, data: Data, between: Any = None) -> to
     return adapter_of(engine, name).state.weights
 
 
+@pytest.mark.covers("S22")
 def test_neighbours_do_not_leak(checkpoint: Checkpoint, data: Data) -> None:
     alone = TorchEngine({"m": checkpoint("llama")}, threads=1)
     alone.create("a", "m", LoraConfig(rank=4))
@@ -337,6 +350,7 @@ def test_training_learns(engine: TorchEngine) -> None:
     assert losses[-1] < 0.1 * losses[0]
 
 
+@pytest.mark.covers("S9")
 def test_fresh_adapters(checkpoint: Checkpoint, data: Data) -> None:
     engine = TorchEngine({"m": checkpoint("llama")}, threads=1)
     for name, seed, flags in [("none", None, {}), ("zero", 0, {}), ("one", 1, {}), ("attn", 0, {"train_mlp": False})]:
@@ -363,6 +377,7 @@ def test_fresh_adapters(checkpoint: Checkpoint, data: Data) -> None:
     np.testing.assert_array_equal(zero, one)  # B is zero: every fresh adapter is the base model
 
 
+@pytest.mark.covers("S9")
 def test_scale_is_32_over_rank(checkpoint: Checkpoint) -> None:
     engine = TorchEngine({"m": checkpoint("llama")}, threads=1)
     engine.create("a", "m", LoraConfig(rank=4))
@@ -396,6 +411,7 @@ def test_bad_ranks(engine: TorchEngine, rank: int) -> None:
         engine.create("b", "small", LoraConfig(rank=rank))
 
 
+@pytest.mark.covers("S10")
 def test_an_adapter_must_train_something(engine: TorchEngine) -> None:
     with pytest.raises(EngineError, match="at least one of train_attn, train_mlp and train_unembed"):
         engine.create("b", "small", LoraConfig(rank=4, train_attn=False, train_mlp=False, train_unembed=False))

@@ -45,6 +45,7 @@ def pending(engine: TorchEngine, data: Data) -> TorchEngine:
     return engine
 
 
+@pytest.mark.covers("S19")
 @pytest.mark.parametrize(
     ("loss", "inputs", "message"),
     [
@@ -76,6 +77,7 @@ def test_bad_inputs(pending: TorchEngine, data: Data, loss: str, inputs: dict[st
     refused(pending, [*data(3, 9), *data(6, **inputs)], loss, {}, message)
 
 
+@pytest.mark.covers("S19")
 @pytest.mark.parametrize(
     ("loss", "missing"),
     [("cross_entropy", "target_tokens"), ("ppo", "logprobs"), ("importance_sampling", "advantages")],

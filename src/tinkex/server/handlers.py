@@ -139,6 +139,8 @@ async def client_config(state: State, call: Call) -> ClientConfigResponse:
         sample_use_retrieve_futures=False,  # without the results in it a batched poll is one round trip more
         custom_loss_server_side=True,
         batched_results=True,
+        proto_write_fwdbwd=True,
+        fwd_via_fwdbwd=True,
     )
 
 

@@ -11,7 +11,7 @@ import base64
 import copy
 import datetime as dt
 from collections.abc import Container, Iterable, Mapping
-from typing import Any, ClassVar, Self, TypeVar, get_args
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -161,7 +161,37 @@ def from_json(kind: type[T], body: bytes) -> T:
     """Decode and validate JSON bytes."""
     if hasattr(kind, "from_wire"):
         return kind.from_wire(msgspec.json.decode(body))  # type: ignore[attr-defined,no-any-return]
-    return msgspec.json.decode(body, type=kind, dec_hook=_decode_bulk)
+    try:
+        return msgspec.json.decode(body, type=kind, dec_hook=_decode_bulk)
+    except msgspec.ValidationError:
+        plain = msgspec.json.decode(body)
+        given = _without_nulls(kind, plain)
+        if given == plain:
+            raise
+    return from_builtins(kind, given)
+
+
+def _without_nulls(kind: Any, value: Any) -> Any:
+    """Decoded JSON less the nulls for what need not be given: some clients write one where others write nothing."""
+    if isinstance(value, list):
+        inner = next((get_args(one)[0] for one in (kind, *get_args(kind)) if get_origin(one) is list), None)
+        return [_without_nulls(inner, item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    record = next((one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, Record)), None)
+    if record is None:
+        return value
+    fields = {field.name: field for field in msgspec.structs.fields(record)}
+    return {
+        name: _without_nulls(fields[name].type if name in fields else None, item)
+        for name, item in value.items()
+        if item is not None or name not in fields or not _may_lack(fields[name])
+    }
+
+
+def _may_lack(field: msgspec.structs.FieldInfo) -> bool:
+    """Whether a null for a field says no more than its absence."""
+    return field.default is None or (not field.required and type(None) not in get_args(field.type))
 
 
 def to_json(value: Any) -> bytes:

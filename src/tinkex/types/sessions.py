@@ -43,6 +43,10 @@ class ClientConfigResponse(Record, frozen=True, kw_only=True):
     sample_join_sampling_session: bool = False
     batched_results: bool = False
     """Of this project's servers, and ignored by other clients: a batched poll can bring the results themselves."""
+    proto_write_fwdbwd: bool = False
+    """Of clients before 0.25, which send passes as protobuf when they are told to; others do so anyway."""
+    fwd_via_fwdbwd: bool = False
+    """Of the same clients: a pass without a gradient goes the same way."""
 
 
 class ClientDynamicConfigResponse(Record, frozen=True, kw_only=True):
