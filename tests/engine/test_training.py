@@ -44,6 +44,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covers("S16", "S21")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 @pytest.mark.parametrize(("dtype", "kept", "short"), [(torch.float32, 0, 64), (torch.float64, 1 << 20, 10)])
 @pytest.mark.parametrize(("family", "flags", "loss", "settings"), CASES)
@@ -236,6 +237,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.covers("S22")
 def test_adamw_equals_torch() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(50, generator=generator)
@@ -266,6 +268,7 @@ def test_steps_never_change_weights_in_place(engine: TorchEngine, data: Data) ->
     assert not torch.equal(adapter_of(engine).state.weights, copy)
 
 
+@pytest.mark.covers("S14", "S23")
 def test_step_metrics_and_clearing(engine: TorchEngine, data: Data) -> None:
     engine.forward_backward("a", data(5, 9), "cross_entropy", {})
     adapter = adapter_of(engine)
