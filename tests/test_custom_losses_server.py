@@ -284,6 +284,15 @@ def test_a_failure_names_its_datum_and_leaves_no_gradient(
         assert engine.grads[client.model_id] is not None
 
 
+def test_a_step_of_the_graph_that_fails_names_datum_and_node(service: ServiceClient, engine: Recording) -> None:
+    example = EXAMPLES["dpo_pairs"]
+    handle = service.create_custom_loss(example.fn, example.ranks).result(60)
+    client = service.create_lora_training_client(MODEL, rank=4)
+    with pytest.raises(tinkex.RequestFailedError, match="datum 2: custom loss 'dpo_pairs': node 'view'"):
+        client.forward_backward_custom(data_for(example, (4, 8, 5)), handle).result(60)  # five make no pairs
+    assert engine.grads[client.model_id] is None
+
+
 def test_the_rank_of_an_input_is_checked_by_the_server_too(url: str) -> None:
     wire = Wire(url)
     session = wire.session()

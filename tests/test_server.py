@@ -290,7 +290,7 @@ def test_a_wrong_model_name_lists_the_ones_there_are(wire: Wire) -> None:
 
 def test_an_optimizer_that_is_not_here_is_refused(wire: Wire) -> None:
     body = {"session_id": wire.session(), "model_seq_id": 0, "base_model": "fake"}
-    failure(wire.run("create_model", body | {"optimizer_config": {"type": "sgd"}}), "sgd", "adamw")
+    failure(wire.run("create_model", body | {"optimizer_config": {"type": "lion"}}), "lion", "adamw", "dimuon")
     model = wire.model()
     failure(wire.run("optim_step", {"model_id": model, "seq_id": 1, "optimizer_params": {"type": "dimuon"}}), "adamw")
 

@@ -109,6 +109,16 @@ def make(checkpoint: Checkpoint) -> Any:
     return get
 
 
+@pytest.mark.covers("S20")
+@each
+def test_metrics_say_how_they_are_combined_and_the_loss_is_always_there(case: Case, make: Any) -> None:
+    metrics = make().forward_backward("a", examples(case), case.loss, case.config).metrics
+    assert "loss:sum" in metrics
+    for name in metrics:
+        _, reduction = name.split(":")
+        assert reduction in ("mean", "sum", "min", "max")
+
+
 def partitions(indices: list[int]) -> Iterator[list[list[int]]]:
     """Every way to divide indices into groups."""
     if not indices:

@@ -44,7 +44,7 @@ CASES = [
 ]
 
 
-@pytest.mark.covers("S10", "S15", "S21")
+@pytest.mark.covers("S10", "S15", "S16", "S21")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 @pytest.mark.parametrize(("dtype", "kept", "short"), [(torch.float32, 0, 64), (torch.float64, 1 << 20, 10)])
 @pytest.mark.parametrize(("family", "flags", "loss", "settings"), CASES)

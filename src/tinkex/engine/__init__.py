@@ -17,14 +17,15 @@ from tinkex.types.inputs import Datum
 from tinkex.types.sampling import SampleRequest, SampleResponse, StopReason
 from tinkex.types.training import (
     AdamOptimizerConfig,
+    DimuonOptimizerConfig,
     ForwardBackwardOutput,
     LoraConfig,
     OptimizerConfigBase,
     OptimParams,
 )
 
-ADAMW = AdamOptimizerConfig()
-"""The optimizer of an adapter unless another is asked for."""
+ADAMW, DIMUON = AdamOptimizerConfig(), DimuonOptimizerConfig()
+"""The optimizers there are; the first is an adapter's unless another is asked for."""
 
 
 class EngineError(Exception):
@@ -33,6 +34,13 @@ class EngineError(Exception):
     def __init__(self, message: str, category: Literal["user", "server"] = "user") -> None:
         super().__init__(message)
         self.category = category
+
+
+def check_optimizer(config: OptimizerConfigBase) -> None:
+    """Refuse an optimizer that is not here, and a version or a setting of one that is not."""
+    if not isinstance(config, AdamOptimizerConfig | DimuonOptimizerConfig):
+        known = f"{ADAMW.to_wire()} and {DIMUON.to_wire()}"
+        raise EngineError(f"optimizer {config.to_wire()} is not supported; there are {known}")
 
 
 @dataclass(frozen=True, slots=True)

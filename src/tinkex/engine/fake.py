@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinkex.engine import ADAMW, BaseModel, DrawnToken, EngineError, Listener, SampleDone
+from tinkex.engine import ADAMW, BaseModel, DrawnToken, EngineError, Listener, SampleDone, check_optimizer
 from tinkex.types.sampling import EMPTY_CELL, SampledSequence, SampleRequest, SampleResponse, StopReason, TopkLogprobs
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig, OptimizerConfigBase, OptimParams
@@ -79,6 +79,7 @@ class FakeEngine:
         """Make a fresh adapter; its steps are the same whatever the optimizer."""
         self._enter("create", adapter)
         self._base(base_model)
+        check_optimizer(optimizer)
         if adapter in self._adapters:
             raise EngineError(f"there is an adapter {adapter!r} already")
         if optimizer.type not in OPTIMIZERS:

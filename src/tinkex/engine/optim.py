@@ -16,10 +16,9 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
-from tinkex.engine import ADAMW, EngineError
+from tinkex.engine import EngineError, check_optimizer
 from tinkex.engine.lora import Layout
 from tinkex.types.training import (
-    AdamOptimizerConfig,
     AdamParams,
     DimuonOptimizerConfig,
     DimuonParams,
@@ -86,14 +85,8 @@ State: TypeAlias = AdamState | DimuonState
 
 def state_type(config: OptimizerConfigBase) -> type[AdamState] | type[DimuonState]:
     """The states of the optimizer that a run is created with."""
-    if isinstance(config, AdamOptimizerConfig):
-        return AdamState
-    if isinstance(config, DimuonOptimizerConfig):
-        return DimuonState
-    raise EngineError(
-        f"optimizer {config.to_wire()} is not supported; there are "
-        f"{ADAMW.to_wire()} and {DimuonOptimizerConfig().to_wire()}"
-    )
+    check_optimizer(config)
+    return DimuonState if isinstance(config, DimuonOptimizerConfig) else AdamState
 
 
 def check(params: OptimParams, kind: type[AdamState] | type[DimuonState]) -> None:
