@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import tinkex
-from support import MODEL, Keyed, Wire
+from support import MODEL, Keyed, Wire, sample_json
 from tinkex.cli.main import main
 from tinkex.server.state import Limits
 
@@ -137,6 +138,28 @@ def test_a_key_closes_the_server_and_a_signal_ends_it(serve: Serve) -> None:
     assert wire.send("healthz", method="GET").status == 401
     assert wire.send("healthz", method="GET", headers={"X-API-Key": "tml-secret"}).status == 200
     stopped(process, signal.SIGTERM)
+
+
+def test_a_server_that_is_told_to_stop_finishes_what_it_has_begun(serve: Serve) -> None:
+    process = serve("--poll-seconds", "20")
+    wire = Wire(ready(process)[1])
+    session = wire.session()
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+    sampler = wire.post("create_sampling_session", body)["sampling_session_id"]
+    params = {"max_tokens": 120, "stop": []}
+    requests = [
+        wire.post("asample", sample_json(sampler, number, num_samples=128, sampling_params=params))["request_id"]
+        for number in range(3)
+    ]
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(wire.result, request) for request in requests]
+        time.sleep(0.3)
+        assert not waiting[-1].done()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert wire.send("asample", sample_json(sampler, 9)).status == 503
+        assert [len(done.result(20)["sequences"]) for done in waiting] == [128] * 3
+    assert process.wait(20) in (0, 130)
 
 
 def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:

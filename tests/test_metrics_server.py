@@ -104,6 +104,7 @@ def test_metrics_show_what_is_under_way(serve: Serve) -> None:
     requests = [wire.post("optim_step", step_json(model, number))["request_id"] for number in (1, 2)]
     draw = sample_json("", sampling_session_id=None, base_model="fake")
     requests.append(wire.post("asample", draw)["request_id"])
+    assert wire.post("optim_step", step_json(model, 2))["request_id"] == requests[1]  # the same again is no other one
     seen = values(wire.url)
     assert seen['tinkex_open_operations{operation="optim_step"}'] == 2
     assert seen["tinkex_samples_in_flight"] == 1

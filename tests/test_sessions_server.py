@@ -212,6 +212,9 @@ def test_a_session_that_an_earlier_life_left_open_expires_too(tmp_path: Path) ->
             )
 
         until(expired)
+        for _ in range(8):
+            time.sleep(0.1)
+            expired()
         assert find(wire, statuses=[{"type": "active"}]) == [alive]
 
 
