@@ -291,7 +291,12 @@ def test_nobody_can_do_anything_with_the_things_of_another(two: tuple[Keyed, Key
             assert heard.status == 404, (op.name, body, heard)
             seen += 1
     assert seen >= 20
-    ended = {"finish_session", "unload_model", "delete_checkpoint", "get_external_weights_urls"}  # the last has no export
+    ended = {
+        "finish_session",
+        "unload_model",
+        "delete_checkpoint",
+        "get_external_weights_urls",
+    }  # the last has no export
     for op in [op for op in SERVED if op.name not in NOBODYS | ended]:
         for body in foreign(op.name, its, its):  # and the owner can: nothing was refused for another reason
             heard = ada.send(_path(op, its), body, method=op.method)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tinkex.types.inputs import Datum
 
 SIZE = 8
-OPTIMIZERS = ("adamw", "dimuon")
 STATE = "fake.json"
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "custom")
 
@@ -82,8 +81,6 @@ class FakeEngine:
         check_optimizer(optimizer)
         if adapter in self._adapters:
             raise EngineError(f"there is an adapter {adapter!r} already")
-        if optimizer.type not in OPTIMIZERS:
-            raise EngineError(f"optimizer {optimizer.type!r} is not supported; there are {', '.join(OPTIMIZERS)}")
         self._adapters[adapter] = _Adapter(base_model, lora, np.zeros(SIZE), optimizer)
 
     def drop(self, adapter: str) -> None:
