@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: demo test slow lint format coverage dist-check clean help
+.PHONY: demo test slow versions lint format coverage dist-check clean help
 
 help:
 	@echo "make demo        watch a small model learn to add, on this machine"
 	@echo "make test        run the tests"
 	@echo "make slow        run the slow tests"
+	@echo "make versions    run the loop with ten versions of the official client"
 	@echo "make lint        linter, formatter in check mode, strict types, layers"
 	@echo "make format      format the code"
 	@echo "make coverage    list every numbered requirement and the tests that show it"
@@ -24,11 +25,16 @@ test: $(VENV)/.test
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
+versions: $(VENV)/.test
+	$(BIN)/python tools/clients.py
+	$(BIN)/python -m pytest -n 2 tests/test_versions.py $(ARGS)
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/coverage.py --missing C D 24 W > /dev/null
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
@@ -51,7 +57,8 @@ $(VENV)/.local: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "setting up (once): installing tinkex and the test tools into $(VENV) …"
 	$(PIP) --editable '.[local,test,lint]'
+	$(BIN)/python tools/clients.py --quick
 	@touch $@ $(VENV)/.local
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-clients dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -382,3 +382,17 @@ def test_an_open_server_listens_to_this_machine_only(serve: Serve) -> None:
         with closing(connection):
             connection.request("GET", "/metrics", headers=header)
             assert connection.getresponse().status == 403
+
+
+def test_an_access_token_of_the_owner_opens_a_checkpoint_to_others(two: tuple[Keyed, Keyed]) -> None:
+    ada, bob = two
+    own, its = things(bob), things(ada)
+    wanted = {"session_id": own["session"], "path": its["saved"], "optimizer": True}
+    assert "error" in bob.run("load_weights", {**wanted, "model_seq_id": 7})
+    opened = bob.run("load_weights", {**wanted, "model_seq_id": 8, "weights_access_token": ada.key})
+    assert opened["model_id"] == f"{own['session']}:train:8"
+    copy = {"source_path": its["saved"], "destination_project_id": "p"}
+    assert bob.send("copy_weights", copy).status == 404
+    heard = bob.send("copy_weights", copy, headers={"X-Tinker-Weights-Access-Token": ada.key})
+    assert heard.status == 200, heard
+    assert bob.send("copy_weights", copy, headers={"X-Tinker-Weights-Access-Token": "tml-wrong"}).status == 403

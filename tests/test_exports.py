@@ -140,15 +140,17 @@ def test_an_address_that_was_changed_is_refused(wire: Wire, old: str, new: str) 
 
 
 def test_a_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
+    from tinkex.server.accounts import Accounts
     from tinkex.server.exports import _signature
+    from tinkex.server.store import DATABASE, Store
 
-    with serving(FakeEngine(), tmp_path) as url:
+    with serving(FakeEngine(), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
         wire = Wire(url)
         path = export(wire)
         run = path.split("/")[2]
         for name in ("tinkex.sqlite3", "..", ".", "signing.key", "nothing"):  # even for whoever has the secret
             parts, expires = [run, "external_weights", "e", name], str(int(time.time()) + 60)
-            signature = _signature(tmp_path, parts, expires)
+            signature = _signature(Accounts(store, tmp_path), parts, expires)
             query = f"expires={expires}&signature={signature}"
             heard = wire.send(f"downloads/{'/'.join(parts)}?{query}", method="GET")
             assert heard.status == 404, name

@@ -161,6 +161,10 @@ class Accounts:
             found = self._trusted[digest] = (time.monotonic(), account)
         return found[1]
 
+    async def reader(self, owner: str, token: str | None) -> str:
+        """Who reads a checkpoint: the account of the access token, where one is given, else whoever asks."""
+        return (await self.account(token)).owner if token and await self.needs_key() else owner
+
     def _find(self, digest: bytes) -> Account | None:
         for row in self._store.rows("SELECT * FROM keys WHERE hash = ? AND revoked IS NULL", digest):
             if hmac.compare_digest(row["hash"], digest):

@@ -13,9 +13,7 @@ import functools
 import hashlib
 import hmac
 import importlib
-import os
 import re
-import secrets
 import tarfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -31,6 +29,7 @@ from starlette.routing import Route
 
 from tinkex.engine import EngineError
 from tinkex.protocol import PREFIX
+from tinkex.server.accounts import Accounts
 from tinkex.server.checkpoints import Wanted, readable, save_checkpoint
 from tinkex.server.records import checkpoint_path, nothing_at
 from tinkex.server.state import Call, Refusal, State
@@ -140,34 +139,13 @@ def _expiry(saved: SavedCheckpoint) -> int:
 
 def _address(state: State, call: Call, file: str, expires: int) -> str:
     parts = [call.path[part] for part in ("training_run_id", "kind", "name")] + [file]
-    signature = _signature(state.data_dir, parts, str(expires))
+    signature = _signature(state.accounts, parts, str(expires))
     place = "/".join(quote(part, safe=":") for part in parts)
     return f"{call.base_url or IN_PROCESS}{PREFIX}/downloads/{place}?expires={expires}&signature={signature}"
 
 
-def _signature(data_dir: Path, parts: Sequence[str], expires: str) -> str:
-    message = "\n".join(["download", *parts, expires]).encode()
-    return hmac.new(_secret(data_dir), message, hashlib.sha256).hexdigest()
-
-
-@functools.cache
-def _secret(data_dir: Path) -> bytes:
-    """The data directory's secret, made when first needed; of two that are made at once the first stays."""
-    path = data_dir / SECRET
-    if not path.exists():
-        scratch = data_dir / f".{SECRET}.{secrets.token_hex(4)}"
-        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(secrets.token_bytes(32))
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(scratch, path)
-        except FileExistsError:
-            pass
-        finally:
-            scratch.unlink()
-    return path.read_bytes()
+def _signature(accounts: Accounts, parts: Sequence[str], expires: str) -> str:
+    return accounts.sign("\n".join(["download", *parts, expires])).hex()
 
 
 # ── downloading ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,7 +167,7 @@ def download_route(state: State) -> Route:
 async def _download(state: State, request: Request) -> Response:
     run, kind, name, file = (str(request.path_params[part]) for part in ("training_run_id", "kind", "name", "file"))
     expires, given = (request.query_params.get(part, "") for part in ("expires", "signature"))
-    expected = await asyncio.to_thread(_signature, state.data_dir, [run, kind, name, file], expires)
+    expected = _signature(state.accounts, [run, kind, name, file], expires)
     if not hmac.compare_digest(given.encode(), expected.encode()):
         raise Refusal(403, "this address is not signed by this server: ask for a new one, and use it unchanged")
     if int(expires) <= time.time():

@@ -443,28 +443,29 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
 async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
     """Load a checkpoint into a run, or make a run of it."""
     request: LoadWeightsRequest = call.request
+    reader = await state.accounts.reader(call.owner, request.weights_access_token)
     if request.model_id is None:
-        return await _create_by_loading(state, call, request)
+        return await _create_by_loading(state, call, request, reader)
     model_id = request.model_id
 
     base_model = (await live_run(state, model_id)).run.base_model
 
     def work() -> LoadWeightsResponse:
-        saved = find_checkpoint(state, request.path, "weights", base_model, reader=call.owner)
+        saved = find_checkpoint(state, request.path, "weights", base_model, reader=reader)
         state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
         return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
 
     return await enqueue(state, call, model_id, request.seq_id, work)
 
 
-async def _create_by_loading(state: State, call: Call, request: LoadWeightsRequest) -> UntypedAPIFuture:
+async def _create_by_loading(state: State, call: Call, request: LoadWeightsRequest, reader: str) -> UntypedAPIFuture:
     if request.session_id is None or request.model_seq_id is None:
         raise Refusal(400, "load_weights needs model_id, or session_id and model_seq_id")
     await require_session(state, request.session_id)
     session_id, model_id = request.session_id, f"{request.session_id}:train:{request.model_seq_id}"
 
     def work() -> LiveRun:
-        saved = find_checkpoint(state, request.path, "weights", request.base_model, reader=call.owner)
+        saved = find_checkpoint(state, request.path, "weights", request.base_model, reader=reader)
         optimizer = request.optimizer_config or OptimizerConfigBase.from_wire(saved.optimizer)
         live = LiveRun(new_run(state, model_id, call, saved.base_model, saved.lora, optimizer))
         try:

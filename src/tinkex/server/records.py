@@ -237,14 +237,15 @@ async def copy_weights(state: State, call: Call) -> CopyWeightsResponse:
         raise Refusal(400, str(error)) from None
     key = call.headers.get("x-idempotency-key")
     copy_id = uuid.uuid4() if key is None else uuid.uuid5(uuid.NAMESPACE_URL, f"{call.owner} {key} {call.digest.hex()}")
-    saved = await asyncio.to_thread(_copy, state, request, call.owner, str(copy_id))
+    reader = await state.accounts.reader(call.owner, call.headers.get("x-tinker-weights-access-token"))
+    saved = await asyncio.to_thread(_copy, state, request, call.owner, reader, str(copy_id))
     if saved is None:
         raise nothing_at(request.source_path)
     return CopyWeightsResponse(tinker_path=saved.tinker_path)
 
 
-def _copy(state: State, request: CopyWeightsRequest, owner: str, copy_id: str) -> SavedCheckpoint | None:
-    source = readable(state, request.source_path, owner)
+def _copy(state: State, request: CopyWeightsRequest, owner: str, reader: str, copy_id: str) -> SavedCheckpoint | None:
+    source = readable(state, request.source_path, reader)
     if source is None:
         return None
     kind, name = ParsedCheckpointTinkerPath.from_tinker_path(source.tinker_path).checkpoint_id.split("/")
