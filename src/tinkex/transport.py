@@ -169,18 +169,17 @@ class HttpExchange:
             self._pools[traffic] = pool
         return pool
 
-    @contextlib.asynccontextmanager
-    async def _request(
+    def _begin(
         self,
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: bytes | None,
+        body: bytes | _Upload | None,
         timeout: float,
         traffic: Traffic,
         *,
         streaming: bool = False,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """A request over HTTP/1.1; a whole address may stand in for the path."""
         import aiohttp
         from yarl import URL
@@ -195,18 +194,33 @@ class HttpExchange:
         address = self._base_url + path if path.startswith("/") else path
         if self._proxy_headers and address.startswith("http:"):  # aiohttp gives them to tunnels alone
             headers = {**headers, **self._proxy_headers}
+        return self._pool(traffic).request(
+            method,
+            URL(address, encoded=True),
+            data=body,
+            headers=headers,
+            timeout=limits,
+            allow_redirects=False,
+            proxy=self._proxy,
+            proxy_headers=self._proxy_headers,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: Traffic,
+        *,
+        streaming: bool = False,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The same for any body: a large one is written piece by piece, and a peer that stops taking it is noticed."""
         async with asyncio.timeout(None) as deadline:
-            request = self._pool(traffic).request(
-                method,
-                URL(address, encoded=True),
-                data=body if body is None or len(body) < LARGE_BODY else _Upload(body, deadline, timeout),
-                headers=headers,
-                timeout=limits,
-                allow_redirects=False,
-                proxy=self._proxy,
-                proxy_headers=self._proxy_headers,
-            )
-            async with request as response:
+            data = body if body is None or len(body) < LARGE_BODY else _Upload(body, deadline, timeout)
+            async with self._begin(method, path, headers, data, timeout, traffic, streaming=streaming) as response:
                 deadline.reschedule(None)  # from here on the HTTP library listens for silence
                 yield response
 
@@ -220,8 +234,11 @@ class HttpExchange:
         traffic: Traffic = "rest",
     ) -> Reply:
         """Send over HTTP/1.1 and read the whole answer."""
+        small = body is None or len(body) < LARGE_BODY
         with _plain_errors(timeout):
-            async with self._request(method, path, headers, body, timeout, traffic) as response:
+            async with (self._begin if small else self._request)(
+                method, path, headers, body, timeout, traffic
+            ) as response:
                 data = await response.read()
                 return Reply(response.status, _lower(response.headers), data)
         raise AssertionError("unreachable")
@@ -301,20 +318,31 @@ def _lower(headers: Mapping[str, str]) -> dict[str, str]:
     return {name.lower(): value for name, value in headers.items()}
 
 
-@contextlib.contextmanager
-def _plain_errors(timeout: float) -> Iterator[None]:
+class _plain_errors:
     """What the HTTP library raises, as the two errors that an exchange may raise."""
-    import aiohttp
 
-    try:
-        yield
-    except TimeoutError as error:
-        silent = f"no answer within {timeout:g} s"
-        raise TimeoutError("no connection in time" if "connect" in str(error).lower() else silent) from error
-    except aiohttp.ClientConnectorError as error:
-        raise ConnectionError(error.os_error.strerror or str(error.os_error)) from error
-    except (aiohttp.ClientError, OSError) as error:
-        raise ConnectionError(str(error) or type(error).__name__) from error
+    __slots__ = ("_timeout",)
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._translate(error)
+
+    def _translate(self, error: BaseException) -> None:
+        import aiohttp
+
+        if isinstance(error, TimeoutError):
+            silent = f"no answer within {self._timeout:g} s"
+            raise TimeoutError("no connection in time" if "connect" in str(error).lower() else silent) from error
+        if isinstance(error, aiohttp.ClientConnectorError):
+            raise ConnectionError(error.os_error.strerror or str(error.os_error)) from error
+        if isinstance(error, aiohttp.ClientError | OSError):
+            raise ConnectionError(str(error) or type(error).__name__) from error
 
 
 # A base URL whose scheme is listed here is served by the named factory instead of HTTP; imported when used.
@@ -399,7 +427,11 @@ class Transport:
     async def _all_headers(self, op: Operation, timeout: float, *more: Mapping[str, str]) -> dict[str, str]:
         """Headers of a request, the later the stronger: ours, the configured ones, those of the request."""
         own = {**self._headers, **await self._key_headers(op), "X-Stainless-Read-Timeout": f"{timeout:g}"}
-        return _merged(own, self.config.default_headers, *more)
+        if self.config.default_headers or not all(OUR_NAMES.issuperset(headers) for headers in more):
+            return _merged(own, self.config.default_headers, *more)
+        for headers in more:
+            own.update(headers)
+        return own
 
     # ── whole calls ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -487,7 +519,7 @@ class Transport:
             )
             outcome["retry_count"] = retries
         self._heed_deprecation(op, reply.headers)
-        return replace(reply, elapsed=time.monotonic() - started, retries=retries)
+        return Reply(reply.status, reply.headers, reply.body, reply.url, time.monotonic() - started, retries)
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -621,7 +653,7 @@ class Transport:
         started = time.monotonic()
         with self._typed_errors(op, place, address):
             reply = await exchange.send(op.method, url, headers, body, timeout, op.traffic)
-        return replace(reply, url=address, elapsed=time.monotonic() - started)
+        return Reply(reply.status, reply.headers, reply.body, address, time.monotonic() - started)
 
     def _dump(self, op: Operation, address: str, headers: Mapping[str, str], body: bytes | None) -> None:
         """Log an attempt, where that is wanted."""
@@ -843,6 +875,22 @@ def _merged(first: dict[str, str], *more: Mapping[str, str]) -> dict[str, str]:
             known[name.lower()] = name
             first[name] = value
     return first
+
+
+OUR_NAMES = frozenset(
+    {
+        "Accept",
+        "Content-Encoding",
+        "Content-Type",
+        "X-Idempotency-Key",
+        "X-Stainless-Raw-Response",
+        "X-Tinker-Create-Promise-Roundtrip-Time",
+        "X-Tinker-Request-Iteration",
+        "X-Tinker-Request-Type",
+        "X-Tinker-Sampling-Backpressure",
+    }
+)
+"""Headers of ours, always spelt so: these need not be compared without regard to case."""
 
 
 def _milliseconds(since: float) -> float:
