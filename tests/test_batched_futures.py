@@ -46,6 +46,12 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Wire]]:
         yield start
 
 
+@pytest.fixture(autouse=True)
+def _from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cursors that can be read: as if this were the first microsecond of all."""
+    monkeypatch.setattr("tinkex.server.promises.first_cursor", lambda: 0)
+
+
 @pytest.fixture
 def wire(serve: Callable[..., Wire]) -> Wire:
     return serve()
@@ -193,6 +199,19 @@ def test_unknown_samplers_and_unknown_cursors_are_refused(wire: Wire) -> None:
     assert heard.status == 410
     assert "earlier life" in heard.json["detail"]
     assert wire.send("retrieve_futures", {"target": {"type": "other"}}).status == 400
+
+
+def test_a_cursor_of_an_earlier_life_hides_nothing(serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart as many samples may have ended again as the client had acknowledged: they are other ones."""
+    monkeypatch.undo()
+    before = serve()
+    sampler = sampler_of(before)
+    sent = [before.post("asample", sample_json(sampler, number))["request_id"] for number in range(3)]
+    named, cursor = drain(before, sampler, 3)
+    assert sorted(named) == sorted(sent)
+    after = serve()
+    later = [after.post("asample", sample_json(sampler, number))["request_id"] for number in range(3, 7)]
+    assert sorted(drain(after, sampler, 4, cursor)[0])[-4:] == sorted(later)
 
 
 def test_what_has_been_read_is_not_told_of_when_a_log_begins(wire: Wire) -> None:

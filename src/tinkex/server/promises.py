@@ -74,12 +74,20 @@ class Promise:
         self.settle(RequestFailedResponse(error=message, category=category))
 
 
-class Log:
-    """The samples of one client that have ended and that it has not acknowledged, by number."""
+def first_cursor() -> int:
+    """Where the logs of a life of the server begin: no life ends more samples of a client than it has microseconds."""
+    return time.time_ns() // 1000
 
-    def __init__(self, session_id: str) -> None:
+
+class Log:
+    """The samples of one client that have ended and that it has not acknowledged, by number.
+
+    Numbers go up from one life of the server to the next, so that a cursor of an earlier life never hides anything.
+    """
+
+    def __init__(self, session_id: str, first: int) -> None:
         self.session_id = session_id
-        self.cursor = 0
+        self.cursor = self._first = first
         self.polled = time.monotonic()
         self.is_closed = False
         self._ended: dict[int, Promise] = {}
@@ -87,6 +95,11 @@ class Log:
 
     def __len__(self) -> int:
         return len(self._ended)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was ever noted."""
+        return self.cursor == self._first
 
     def add(self, promise: Promise) -> None:
         """Note the end of a sample."""
@@ -125,6 +138,7 @@ class Promises:
     """All promises of a server."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._first_cursor = first_cursor()
         self._promises: dict[str, Promise] = {}
         self._logs: dict[Target, Log] = {}
         self._gone: dict[str, None] = {}
@@ -211,7 +225,7 @@ class Promises:
         """Begin a log, with what has ended and was not read; one that is there is left alone."""
         if target in self._logs:
             return
-        log = self._logs[target] = Log(session_id)
+        log = self._logs[target] = Log(session_id, self._first_cursor)
         ended = [p for p in self._promises.values() if p.target == target and p.done.is_set() and not p.read]
         for promise in sorted(ended, key=lambda promise: promise.finished):
             log.add(promise)
@@ -229,7 +243,7 @@ class Promises:
         """Forget logs that nobody polls for, of sessions that are not open or where there never was anything."""
         stale = self._clock() - KEEP_READ
         for target, log in list(self._logs.items()):
-            if log.polled < stale and (log.cursor == 0 or log.session_id not in sessions):
+            if log.polled < stale and (log.is_untouched or log.session_id not in sessions):
                 self._logs.pop(target).close()
 
     def _note(self, promise: Promise) -> None:
