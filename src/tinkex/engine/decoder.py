@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -181,6 +181,13 @@ Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], to
 """Attention of one layer: (layer, q_THC, k_TGC, v_TGC) -> [T, H*C]."""
 
 
+class Adaptation(Protocol):
+    """What is added to the linear layers of a pass: one adapter, several beside each other, or none."""
+
+    def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
+        """A linear layer with its share added; `rows_T`, ascending, names the tokens of the pass in x, if not all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lora:
     """The adapter of a pass: factors per linear layer, and where their gradients go when there is a backward pass."""
@@ -188,8 +195,8 @@ class Lora:
     factors: Mapping[str, Factors]
     gradients: Gradients | None = None
 
-    def linear(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """A linear layer with this adapter's share added."""
+    def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
+        """A linear layer with this adapter's share added, whichever tokens these are."""
         return lora_linear(x_TD, linear, self.factors.get(linear.name), self.gradients)
 
 
@@ -198,7 +205,7 @@ BARE = Lora({})
 
 
 def hidden_states(
-    model: Decoder, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, lora: Lora = BARE
+    model: Decoder, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, lora: Adaptation = BARE
 ) -> torch.Tensor:
     """Run the decoder on packed tokens; returns the normalised hidden states `[T, D]` that the head reads."""
     eps = model.config.norm_eps
