@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch
 import tinkex
 from support import MODEL, Wire, pass_json, serving, step_json
 from tinkex import ServiceClient, TensorData, types
+from tinkex.engine import PassDone
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.loss_graphs import create_request, trace
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinkex.loss_graphs import LossHandle
-    from tinkex.types.training import ForwardBackwardOutput
 
 
 class Recording(TorchEngine):
@@ -35,20 +35,13 @@ class Recording(TorchEngine):
 
     grads: dict[str, torch.Tensor | None]
 
-    def forward_backward(
-        self,
-        adapter: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str],
-        *,
-        backward: bool = True,
-    ) -> ForwardBackwardOutput:
-        try:
-            return super().forward_backward(adapter, data, loss_fn, config, backward=backward)
-        finally:
-            grad = self._adapters[adapter].grad
-            self.grads[adapter] = None if grad is None else grad.clone()
+    def pass_step(self) -> Sequence[PassDone]:
+        ended = super().pass_step()
+        for done in ended:
+            name = done.job.rpartition(":")[0]
+            grad = self._adapters[name].grad
+            self.grads[name] = None if grad is None else grad.clone()
+        return ended
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +272,7 @@ def test_a_failure_names_its_datum_and_leaves_no_gradient(
         with pytest.raises(tinkex.RequestFailedError, match=words) as caught:
             client.forward_backward_custom([good, damaged], handle).result(60)
         assert caught.value.category == "user"
-        assert engine.grads[client.model_id] is None
+        assert engine.grads.get(client.model_id) is None
         client.forward_backward_custom([good], handle).result(60)
         assert engine.grads[client.model_id] is not None
 

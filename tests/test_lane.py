@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.scheduler import Lane, Worker
-from tinkex.types import ModelInput, SampleRequest, SamplingParams
+from tinkex.types import Datum, LoraConfig, ModelInput, SampleRequest, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -151,21 +152,148 @@ def test_a_failure_goes_to_its_own_future_and_work_goes_on() -> None:
     with_worker(FakeEngine(), body)
 
 
-def test_work_and_sampling_take_turns() -> None:
-    """A long sample does not hold up passes, and passes do not hold up a sample."""
+def training_engine(*runs: str, **options: Any) -> FakeEngine:
+    engine = sampling_engine(**options)
+    for run in runs:
+        engine.create(run, "fake", LoraConfig(rank=2))
+    return engine
+
+
+def start(engine: FakeEngine, run: str, job: str) -> Callable[[], None]:
+    """Starts a pass."""
+    datum = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})
+    return lambda: engine.pass_start(job, run, [datum], "cross_entropy", {})
+
+
+def test_what_a_run_is_asked_for_waits_for_its_passes_and_for_no_others() -> None:
+    engine = training_engine("a", "b")
     events: list[str] = []
-    engine = sampling_engine(delay=0.001)
-    inner = engine.sample_step
-    engine.sample_step = lambda: events.append("step") or inner()  # type: ignore[method-assign,func-returns-value]
+    inner = engine.pass_step
+    engine.pass_step = lambda: events.append("pass") or inner()  # type: ignore[method-assign,func-returns-value]
+    gate = threading.Event()
 
     async def body(worker: Worker) -> None:
-        sample = worker.sample("job", "s", request(20), 0)
-        work = [worker.run(events.append, "work") for _ in range(10)]
-        await asyncio.gather(sample, *work)
-        between = "".join(event[0] for event in events)
-        assert "ww" not in between[between.index("s") :]
-        assert events.count("work") == 10
-        assert events.count("step") == 20
+        worker.run(gate.wait, 5)
+        passes = [worker.run_pass("a", f"a{n}", start(engine, "a", f"a{n}")) for n in range(3)]
+        stepped = worker.run_for("a", events.append, "step a")
+        other = worker.run_for("b", events.append, "step b")
+        late = worker.run_pass("a", "late", start(engine, "a", "late"))
+        gate.set()
+        await asyncio.gather(stepped, other, late, *passes)
+        assert events == ["step b", "pass", "pass", "pass", "step a", "pass"]
+        assert (await late).metrics["loss:sum"] > 0
+        assert not worker._waiting
+        assert not worker._open
+
+    with_worker(engine, body)
+
+
+def test_passes_of_several_runs_are_with_the_engine_at_the_same_time() -> None:
+    engine = training_engine("a", "b", "c")
+    most = [0]
+    inner = engine.pass_step
+
+    def step() -> Any:
+        most[0] = max(most[0], len(engine._passes))
+        return inner()
+
+    engine.pass_step = step  # type: ignore[method-assign]
+
+    async def body(worker: Worker) -> None:
+        await asyncio.gather(*(worker.run_pass(run, run, start(engine, run, run)) for run in "abc"))
+
+    with_worker(engine, body)
+    assert most[0] > 1
+
+
+def test_a_pass_that_is_refused_or_fails_lets_its_run_go_on() -> None:
+    engine = training_engine("a")
+    failing = [True]
+
+    def fail(method: str, subject: str) -> None:
+        if method == "forward_backward" and failing and failing.pop():
+            raise EngineError("ran out")
+
+    engine.fail = fail
+
+    async def body(worker: Worker) -> None:
+        refused = worker.run_pass("a", "1", start(engine, "nobody", "1"))
+        failed = worker.run_pass("a", "2", start(engine, "a", "2"))
+        good = worker.run_pass("a", "3", start(engine, "a", "3"))
+        after = worker.run_for("a", int, "7")
+        with pytest.raises(EngineError, match="nobody"):
+            await refused
+        with pytest.raises(EngineError, match="ran out"):
+            await failed
+        await good
+        assert await after == 7
+
+    with_worker(engine, body)
+
+
+def test_a_step_of_training_that_breaks_loses_its_passes_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    engine = training_engine("a")
+    inner, broken = engine.pass_step, [True]
+
+    def step() -> Any:
+        ended = inner()
+        if broken.pop() if broken else False:
+            raise RuntimeError("device lost")
+        return ended
+
+    engine.pass_step = step  # type: ignore[method-assign]
+
+    async def body(worker: Worker) -> None:
+        with pytest.raises(RuntimeError, match="device lost"):
+            await worker.run_pass("a", "1", start(engine, "a", "1"))
+        await worker.run_pass("a", "2", start(engine, "a", "2"))
+
+    with_worker(engine, body)
+    assert "step of training failed" in caplog.text
+
+
+def test_training_and_sampling_share_the_time() -> None:
+    """Long steps of the one do not leave the other with one short step for each."""
+    engine = training_engine("a", delay=0.0)
+    spent = {"train": 0, "sample": 0}
+    inner_pass, inner_step = engine.pass_step, engine.sample_step
+
+    def pass_step() -> Any:
+        spent["train"] += 1
+        time.sleep(0.02)
+        return inner_pass()
+
+    def sample_step() -> Any:
+        spent["sample"] += 1
+        time.sleep(0.002)
+        return inner_step()
+
+    engine.pass_step, engine.sample_step = pass_step, sample_step  # type: ignore[method-assign]
+
+    async def body(worker: Worker) -> None:
+        sample = worker.sample("job", "s", request(10_000), 0)
+        await asyncio.gather(*(worker.run_pass("a", str(n), start(engine, "a", str(n))) for n in range(10)))
+        worker.cancel("job")
+        with pytest.raises(EngineError):
+            await sample
+
+    with_worker(engine, body)
+    assert spent["train"] == 10
+    assert spent["sample"] > 20
+
+
+def test_work_is_taken_in_between_steps_of_sampling() -> None:
+    """A long sample does not hold up operations, and operations do not hold up a sample."""
+    engine = sampling_engine(delay=0.001)
+
+    async def body(worker: Worker) -> None:
+        sample = worker.sample("job", "s", request(50), 0)
+        for _ in range(10):
+            await worker.run(int)
+        assert not sample.done()
+        slow = [worker.run(time.sleep, 0.06) for _ in range(60)]
+        await sample
+        assert not all(work.done() for work in slow)
 
     with_worker(engine, body)
 

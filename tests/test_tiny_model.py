@@ -24,6 +24,7 @@ def test_transformers_loads_it_and_agrees_with_the_engine() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from tinkex.engine import run_pass
     from tinkex.engine.torch_engine import TorchEngine
     from tinkex.types import LoraConfig
 
@@ -38,7 +39,7 @@ def test_transformers_loads_it_and_agrees_with_the_engine() -> None:
     engine = TorchEngine({"tiny": TINY})
     engine.create("a", "tiny", LoraConfig(rank=4))
     datum = tinkex.Datum(tinkex.ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:]})
-    output = engine.forward_backward("a", [datum], "cross_entropy", {}, backward=False)
+    output = run_pass(engine, "a", [datum], "cross_entropy", {}, backward=False)
     assert output.loss_fn_outputs[0]["logprobs"].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
 
 

@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tinkex.engine import EngineError
+from tinkex.engine import EngineError, run_pass
 from tinkex.engine.optim import AdamState
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
@@ -30,7 +30,7 @@ LR = AdamParams(learning_rate=1e-2, weight_decay=0.01)
 def train(engine: TorchEngine, name: str, data: Data, seeds: range) -> list[Any]:
     results = []
     for seed in seeds:
-        output = engine.forward_backward(name, data(6, 9, 12, seed=seed), "cross_entropy", {})
+        output = run_pass(engine, name, data(6, 9, 12, seed=seed), "cross_entropy", {})
         results.append((output.metrics, engine.optim_step(name, LR)))
     return results
 
@@ -46,7 +46,7 @@ def test_a_resumed_run_continues_bit_equal(
     other = TorchEngine({"small": checkpoint("llama")}, threads=1)
     other.create("b", "small", LoraConfig(rank=4, seed=99))
     train(other, "b", data, range(7, 8))
-    other.forward_backward("b", data(5), "cross_entropy", {})  # a pending gradient, which loading drops
+    run_pass(other, "b", data(5), "cross_entropy", {})  # a pending gradient, which loading drops
     other.load("b", tmp_path, optimizer=True)
     assert train(other, "b", data, range(3, 6)) == expected
     ours, theirs = engine._adapters["a"].state, other._adapters["b"].state
@@ -93,7 +93,7 @@ def test_peft_reads_the_files(flags: dict[str, bool], checkpoint: Checkpoint, da
         logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
     theirs = logprobs[torch.arange(5), torch.tensor(targets)].numpy()
     datum = Datum(ModelInput.from_ints(tokens), {"target_tokens": targets})
-    ours = engine.forward_backward("a", [datum], "cross_entropy", {}, backward=False)
+    ours = run_pass(engine, "a", [datum], "cross_entropy", {}, backward=False)
     np.testing.assert_allclose(ours.loss_fn_outputs[0]["logprobs"].to_numpy(), theirs, atol=1e-5)
 
 
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 ) -> None:
     engine.save("a", tmp_path, optimizer=True)
     damage(tmp_path)
-    engine.forward_backward("a", data(5), "cross_entropy", {})
+    run_pass(engine, "a", data(5), "cross_entropy", {})
     adapter = engine._adapters["a"]
     state, grad = adapter.state, adapter.grad
     with pytest.raises(EngineError, match=message):

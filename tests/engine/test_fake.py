@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tinkex.engine import Engine, EngineError
+from tinkex.engine import Engine, EngineError, run_pass
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
@@ -54,10 +54,10 @@ def test_training_changes_and_repeats(fake: FakeEngine) -> None:
     other.create("b", "fake", LoraConfig(rank=4))
     losses = []
     for engine, name in ((fake, "a"), (other, "b")):
-        first = engine.forward_backward(name, DATA, "cross_entropy", {})
+        first = run_pass(engine, name, DATA, "cross_entropy", {})
         assert engine.optim_step(name, STEP)["grad_norm:mean"] > 0
         assert engine.optim_step(name, STEP)["grad_norm:mean"] == 0
-        second = engine.forward_backward(name, DATA, "cross_entropy", {}, backward=False)
+        second = run_pass(engine, name, DATA, "cross_entropy", {}, backward=False)
         assert engine.optim_step(name, STEP)["grad_norm:mean"] == 0
         losses.append((first.metrics["loss:sum"], second.metrics["loss:sum"]))
     assert losses[0] == losses[1]
@@ -67,13 +67,13 @@ def test_training_changes_and_repeats(fake: FakeEngine) -> None:
 def test_save_load_and_snapshot(fake: FakeEngine, tmp_path: Path) -> None:
     fake.snapshot("a", "s")
     before = run(fake, max_tokens=5)
-    fake.forward_backward("a", DATA, "cross_entropy", {})
+    run_pass(fake, "a", DATA, "cross_entropy", {})
     fake.optim_step("a", STEP)
     fake.save("a", tmp_path, optimizer=True)
     assert run(fake, max_tokens=5).sequences[0].logprobs == before.sequences[0].logprobs
     fake.create("b", "fake", LoraConfig(rank=4))
     fake.load("b", tmp_path, optimizer=True)
-    outputs = [fake.forward_backward(n, DATA, "cross_entropy", {}).metrics for n in ("a", "b")]
+    outputs = [run_pass(fake, n, DATA, "cross_entropy", {}).metrics for n in ("a", "b")]
     assert outputs[0] == outputs[1]
     fake.load_sampler("s", "fake", tmp_path)
     assert run(fake, max_tokens=5).prompt_logprobs != before.prompt_logprobs
@@ -98,17 +98,17 @@ def test_errors_and_the_hook(fake: FakeEngine) -> None:
     with pytest.raises(EngineError, match="there is no base model 'x'; there are fake"):
         fake.create("b", "x", LoraConfig(rank=1))
     with pytest.raises(EngineError, match="unknown loss 'sft'"):
-        fake.forward_backward("a", DATA, "sft", {})
+        run_pass(fake, "a", DATA, "sft", {})
     bad = [Datum(ModelInput.from_ints([1]), {"target_tokens": np.array([1, 2])})]
     with pytest.raises(EngineError, match="datum 0: 'target_tokens' has length 2 but the model input has length 1"):
-        fake.forward_backward("a", bad, "cross_entropy", {})
+        run_pass(fake, "a", bad, "cross_entropy", {})
 
     def fail(method: str, subject: str) -> None:
         if (method, subject) == ("optim_step", "a"):
             raise RuntimeError("boom")
 
     fake.fail = fail
-    fake.forward_backward("a", DATA, "cross_entropy", {})
+    run_pass(fake, "a", DATA, "cross_entropy", {})
     with pytest.raises(RuntimeError, match="boom"):
         fake.optim_step("a", STEP)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
-from tinkex.engine import EngineError
+from tinkex.engine import EngineError, run_pass
 from tinkex.engine.losses import LOSSES, NOT_OFFERED, SEQUENCE
 from tinkex.types.inputs import Datum, ModelInput
 
@@ -63,7 +63,7 @@ def test_thresholds_may_be_given_for_each_token(
     if loss == "gspo":
         batch = marked(batch)
     total, _, grads = reference_run(checkpoint("llama"), tmp_path, batch, loss, {})
-    output = engine.forward_backward("a", batch, loss, {"clip_low_threshold": 0.5})  # the tokens' own win
+    output = run_pass(engine, "a", batch, loss, {"clip_low_threshold": 0.5})  # the tokens' own win
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
     for name, grad in gradients(adapter_of(engine)).items():
         assert_near(grad, grads[name], 1e-5)
@@ -74,15 +74,15 @@ def test_one_threshold_for_each_token_and_one_for_all(engine: TorchEngine, data:
     batch = data(9, 4)
     given = with_inputs(batch, clip_low_threshold=(0.95, 0.95))
     config = {"clip_low_threshold": 0.95, "clip_high_threshold": 1.02}
-    ours = engine.forward_backward("a", given, "ppo", {"clip_high_threshold": 1.02})
-    theirs = engine.forward_backward("a", batch, "ppo", config)
+    ours = run_pass(engine, "a", given, "ppo", {"clip_high_threshold": 1.02})
+    theirs = run_pass(engine, "a", batch, "ppo", config)
     assert ours.metrics == theirs.metrics
 
 
 @pytest.mark.covers("S16")
 def test_the_ratio_of_a_sequence_is_the_mean_over_its_marks(engine: TorchEngine, data: Data) -> None:
     batch = marked(data(9, 4, 9, 3))
-    output = engine.forward_backward("a", batch, "gspo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1e6})
+    output = run_pass(engine, "a", batch, "gspo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1e6})
     total = 0.0
     for datum, result in zip(batch, output.loss_fn_outputs, strict=True):
         inputs = {name: tensor.to_numpy() for name, tensor in datum.loss_fn_inputs.items()}
@@ -96,7 +96,7 @@ def test_the_ratio_of_a_sequence_is_the_mean_over_its_marks(engine: TorchEngine,
 @pytest.mark.covers("S16")
 def test_a_clipped_sequence_has_no_gradient(engine: TorchEngine, data: Data) -> None:
     above = data(6, logprobs=np.full(6, -60, np.float32), advantages=np.ones(6, np.float32))
-    engine.forward_backward("a", above, "gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1})
+    run_pass(engine, "a", above, "gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1})
     grad = adapter_of(engine).grad
     assert grad is not None
     assert not grad.any()
@@ -142,8 +142,8 @@ def test_losses_are_differentiated_as_finite_differences_say(loss: str) -> None:
 @pytest.mark.covers("S16")
 def test_dro_needs_its_beta(engine: TorchEngine, data: Data) -> None:
     with pytest.raises(EngineError, match="loss 'dro' needs the setting 'beta': it has no default"):
-        engine.forward_backward("a", data(5), "dro", {})
-    assert engine.forward_backward("a", data(5), "dro", {"beta": 0.0}).metrics["loss:sum"] != 0
+        run_pass(engine, "a", data(5), "dro", {})
+    assert run_pass(engine, "a", data(5), "dro", {"beta": 0.0}).metrics["loss:sum"] != 0
 
 
 @pytest.mark.covers("S16")
@@ -156,7 +156,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
 def test_what_is_not_offered_says_why(engine: TorchEngine, data: Data) -> None:
     assert list(NOT_OFFERED) == ["stable_reinforce"]
     with pytest.raises(EngineError, match=r"'stable_reinforce' is not offered: .*record_stability_info.*documented"):
-        engine.forward_backward("a", data(5), "stable_reinforce", {})
+        run_pass(engine, "a", data(5), "stable_reinforce", {})
 
 
 BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
@@ -180,7 +180,7 @@ def test_what_a_loss_does_not_take_is_refused_with_what_it_takes(
 ) -> None:
     for backward in (True, False):
         with pytest.raises(EngineError, match=message) as caught:
-            engine.forward_backward("a", data(3, **inputs), loss, config, backward=backward)
+            run_pass(engine, "a", data(3, **inputs), loss, config, backward=backward)
         assert caught.value.category == "user"
     assert adapter_of(engine).grad is None
 
@@ -190,7 +190,7 @@ def test_inputs_that_programs_send_along_are_ignored(engine: TorchEngine, data: 
     (plain,) = data(5)
     few = Datum(plain.model_input, {k: v for k, v in plain.loss_fn_inputs.items() if k in ("target_tokens", "weights")})
     more = Datum(plain.model_input, {**plain.loss_fn_inputs, "mask": np.ones(5, np.float32)})
-    ours, theirs = (engine.forward_backward("a", [datum], "cross_entropy", {}).metrics for datum in (few, more))
+    ours, theirs = (run_pass(engine, "a", [datum], "cross_entropy", {}).metrics for datum in (few, more))
     assert ours == theirs
 
 
@@ -198,6 +198,6 @@ def test_inputs_that_programs_send_along_are_ignored(engine: TorchEngine, data: 
 def test_huge_and_opposite_weights_are_taken_as_they_are(engine: TorchEngine) -> None:
     weights = np.array([1e6, -1e6, 0.25, -3.0], np.float32)
     datum = Datum(ModelInput.from_ints([1, 2, 3, 4]), {"target_tokens": [2, 3, 4, 5], "weights": weights})
-    output = engine.forward_backward("a", [datum], "cross_entropy", {})
+    output = run_pass(engine, "a", [datum], "cross_entropy", {})
     logprobs = output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64)
     assert output.metrics["loss:sum"] == pytest.approx(-float((weights * logprobs).sum()), rel=1e-5)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from engine.references import adapter_of, assert_near, randomise
-from tinkex.engine import EngineError
+from tinkex.engine import EngineError, run_pass
 from tinkex.engine.optim import AdamState, DimuonState, orthogonalised
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.training import (
@@ -86,7 +86,7 @@ def test_dimuon_equals_its_float64_reference(muon: TorchEngine, data: Data) -> N
     weights = arrays(adapter.state.weights)
     momenta = {name: np.zeros_like(value) for name, value in weights.items()}
     for seed, params in enumerate(STEPS):
-        muon.forward_backward("a", data(9, 17, 30, seed=seed), "cross_entropy", {})
+        run_pass(muon, "a", data(9, 17, 30, seed=seed), "cross_entropy", {})
         assert adapter.grad is not None
         grads = arrays(adapter.grad)
         norm = math.sqrt(sum(float((grad**2).sum()) for grad in grads.values()))
@@ -116,7 +116,7 @@ def test_a_matrix_without_a_gradient_stays(checkpoint: Checkpoint, data: Data) -
     engine.create("a", "small", LoraConfig(rank=4), DIMUON)
     adapter = adapter_of(engine)
     before = dict(adapter.layout.tensors(adapter.state.weights))
-    engine.forward_backward("a", data(9), "cross_entropy", {})  # B is zero, so A has no gradient yet
+    run_pass(engine, "a", data(9), "cross_entropy", {})  # B is zero, so A has no gradient yet
     engine.optim_step("a", STEP)
     for name, after in adapter.layout.tensors(adapter.state.weights):
         assert torch.equal(after, before[name]) == name.endswith("lora_A")
@@ -128,7 +128,7 @@ def test_dimuon_learns(muon: TorchEngine, data: Data) -> None:
     batch = data(12, weights=np.ones(12, np.float32))
     losses = []
     for _ in range(30):
-        losses.append(muon.forward_backward("a", batch, "cross_entropy", {}).metrics["loss:sum"])
+        losses.append(run_pass(muon, "a", batch, "cross_entropy", {}).metrics["loss:sum"])
         muon.optim_step("a", DimuonParams(learning_rate=0.01))
     assert losses[-1] < 0.2 * losses[0]
 
@@ -150,7 +150,7 @@ def test_steps_without_a_gradient_change_nothing(muon: TorchEngine) -> None:
 def test_a_step_takes_the_parameters_of_the_run_s_optimizer(
     muon: TorchEngine, data: Data, params: Any, message: str
 ) -> None:
-    muon.forward_backward("a", data(5), "cross_entropy", {})
+    run_pass(muon, "a", data(5), "cross_entropy", {})
     state, grad = adapter_of(muon).state, adapter_of(muon).grad
     with pytest.raises(EngineError, match=message) as caught:
         muon.optim_step("a", params)
@@ -177,7 +177,7 @@ def test_unknown_optimizers_are_refused_with_those_there_are(muon: TorchEngine, 
 def train(engine: TorchEngine, name: str, data: Data, seeds: range) -> list[Any]:
     results = []
     for seed in seeds:
-        output = engine.forward_backward(name, data(6, 9, 12, seed=seed), "cross_entropy", {})
+        output = run_pass(engine, name, data(6, 9, 12, seed=seed), "cross_entropy", {})
         results.append((output.metrics, engine.optim_step(name, STEP)))
     return results
 
@@ -210,7 +210,7 @@ def test_the_state_of_another_optimizer_is_refused_and_its_weights_are_not(
     muon.save("saved", tmp_path, optimizer=True)
     with safe_open(tmp_path / "optimizer.safetensors", framework="pt") as opened:
         assert opened.metadata()["optimizer"] == saved
-    muon.forward_backward("other", data(5), "cross_entropy", {})
+    run_pass(muon, "other", data(5), "cross_entropy", {})
     adapter = adapter_of(muon, "other")
     before = (adapter.state, adapter.grad)
     with pytest.raises(EngineError, match=f"holds the state of optimizer {saved}, this run's is {min(other)}: load"):
@@ -226,7 +226,7 @@ def test_a_clip_is_over_one_adapter_and_shows_in_its_step(engine: TorchEngine, d
     engine.create("b", "small", LoraConfig(rank=4, seed=3))
     for name, times in (("a", 1), ("b", 40)):
         for _ in range(times):
-            engine.forward_backward(name, data(9, 12), "cross_entropy", {})
+            run_pass(engine, name, data(9, 12), "cross_entropy", {})
     grad = adapter_of(engine, "a").grad
     assert grad is not None
     clip = 0.5 * float(grad.norm())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tinkex.engine import EngineError, sampler
+from tinkex.engine import EngineError, run_pass, sampler
 from tinkex.engine.sampler import choose, uniforms
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
@@ -32,7 +32,7 @@ FOREVER: dict[str, Any] = {"stop": []}
 def trained(engine: TorchEngine, data: Data) -> TorchEngine:
     """An engine whose sampler `s` is not the base model."""
     for seed in range(3):
-        engine.forward_backward("a", data(9, 12, seed=seed), "cross_entropy", {})
+        run_pass(engine, "a", data(9, 12, seed=seed), "cross_entropy", {})
         engine.optim_step("a", AdamParams(learning_rate=1e-2))
     engine.snapshot("a", "s")
     return engine
@@ -56,7 +56,7 @@ def test_greedy_equals_generate(family: str, checkpoint: Checkpoint, sample: Sam
 
 def trainer_logprobs(engine: TorchEngine, tokens: list[int]) -> Any:
     datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
-    output = engine.forward_backward("a", [datum], "cross_entropy", {}, backward=False)
+    output = run_pass(engine, "a", [datum], "cross_entropy", {}, backward=False)
     return output.loss_fn_outputs[0]["logprobs"].to_numpy()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.references import adapter_of, assert_near, randomise
-from tinkex.engine import EngineError, decoder, trainer
+from tinkex.engine import EngineError, decoder, run_pass, trainer
 from tinkex.engine.losses import LOSSES
 from tinkex.engine.optim import AdamState
 from tinkex.engine.torch_engine import TorchEngine
@@ -112,7 +112,7 @@ def make(checkpoint: Checkpoint) -> Any:
 @pytest.mark.covers("S20")
 @each
 def test_metrics_say_how_they_are_combined_and_the_loss_is_always_there(case: Case, make: Any) -> None:
-    metrics = make().forward_backward("a", examples(case), case.loss, case.config).metrics
+    metrics = run_pass(make(), "a", examples(case), case.loss, case.config).metrics
     assert "loss:sum" in metrics
     for name in metrics:
         _, reduction = name.split(":")
@@ -143,10 +143,10 @@ def meddle(engine: TorchEngine, turn: int) -> None:
         engine.create("b", "m", LoraConfig(rank=8, seed=5, train_unembed=False))
         engine.create("c", "m", LoraConfig(rank=2, seed=6), DimuonOptimizerConfig())
     case = list(CASES.values())[turn % len(CASES)]
-    engine.forward_backward("b", examples(case, seed=turn, lengths=(20, 3)), case.loss, case.config)
-    engine.forward_backward("c", examples(CASES["gspo"], seed=turn, lengths=(7,)), "gspo", {})
+    run_pass(engine, "b", examples(case, seed=turn, lengths=(20, 3)), case.loss, case.config)
+    run_pass(engine, "c", examples(CASES["gspo"], seed=turn, lengths=(7,)), "gspo", {})
     with pytest.raises(EngineError):
-        engine.forward_backward("b", examples(case, lengths=(6,), advantages=float("nan")), "ppo", {})
+        run_pass(engine, "b", examples(case, lengths=(6,), advantages=float("nan")), "ppo", {})
     engine.optim_step("b", AdamParams(learning_rate=0.5, grad_clip_norm=0.1))
     engine.optim_step("c", DimuonParams(learning_rate=0.5))
 
@@ -156,7 +156,7 @@ def meddle(engine: TorchEngine, turn: int) -> None:
 def test_the_gradient_is_the_same_however_the_data_are_split(case: Case, make: Any) -> None:
     data = examples(case)
     whole = make(dtype=torch.float64)
-    total = whole.forward_backward("a", data, case.loss, case.config).metrics["loss:sum"]
+    total = run_pass(whole, "a", data, case.loss, case.config).metrics["loss:sum"]
     expected = gradient(whole)
     every = list(partitions(list(range(len(data)))))
     assert len(every) == 15
@@ -166,7 +166,7 @@ def test_the_gradient_is_the_same_however_the_data_are_split(case: Case, make: A
             engine = make(budget)
             losses = []
             for group in partition:
-                output = engine.forward_backward("a", [data[i] for i in group], case.loss, case.config)
+                output = run_pass(engine, "a", [data[i] for i in group], case.loss, case.config)
                 losses.append(output.metrics["loss:sum"])
                 if number % 4 == 1:
                     meddle(engine, number)
@@ -183,7 +183,7 @@ def test_neighbours_change_no_bit(case: Case, make: Any) -> None:
         told: list[Any] = []
         for turn in range(3):
             for part in (examples(case, seed=turn), examples(case, seed=10 + turn)):
-                output = engine.forward_backward("a", part, case.loss, case.config)
+                output = run_pass(engine, "a", part, case.loss, case.config)
                 told.append((output.metrics, [o["logprobs"].to_numpy().tobytes() for o in output.loss_fn_outputs]))
                 between(turn)
             told.append(engine.optim_step("a", AdamParams(learning_rate=1e-2, grad_clip_norm=1.0, weight_decay=0.1)))
@@ -209,14 +209,14 @@ def test_data_without_weight_are_no_ops(case: Case, make: Any) -> None:
     data = examples(case)
     nothing = examples(case, seed=4, lengths=(5, 17, 2), weights=0.0, advantages=0.0)
     engine = make()
-    engine.forward_backward("a", data, case.loss, case.config)
+    run_pass(engine, "a", data, case.loss, case.config)
     before = gradient(engine).clone()
-    output = engine.forward_backward("a", nothing, case.loss, case.config)
+    output = run_pass(engine, "a", nothing, case.loss, case.config)
     assert output.metrics["loss:sum"] == 0
     assert torch.equal(gradient(engine), before), "a request of its own adds not a bit"
     for budget in BUDGETS:
         mixed = make(budget)
-        mixed.forward_backward("a", [nothing[0], *data, *nothing[1:]], case.loss, case.config)
+        run_pass(mixed, "a", [nothing[0], *data, *nothing[1:]], case.loss, case.config)
         assert_near(gradient(mixed), before, 1e-6)
 
 
@@ -225,8 +225,8 @@ def test_data_without_weight_are_no_ops(case: Case, make: Any) -> None:
 def test_a_failed_pass_leaves_no_trace(case: Case, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     data = examples(case)
     engine = make(13)
-    engine.forward_backward("a", data[:2], case.loss, case.config)
-    engine.forward_backward("a", data[2:], case.loss, case.config)
+    run_pass(engine, "a", data[:2], case.loss, case.config)
+    run_pass(engine, "a", data[2:], case.loss, case.config)
     expected = gradient(engine).clone()
 
     engine = make(13)
@@ -236,7 +236,7 @@ def test_a_failed_pass_leaves_no_trace(case: Case, make: Any, monkeypatch: pytes
         state, grad = adapter.state, adapter.grad
         kept = None if grad is None else grad.clone()
         with pytest.raises(kind, match=words):
-            engine.forward_backward("a", batch, case.loss, case.config)
+            run_pass(engine, "a", batch, case.loss, case.config)
         assert adapter.state is state
         assert adapter.grad is grad
         assert grad is None or (kept is not None and torch.equal(grad, kept))
@@ -245,7 +245,7 @@ def test_a_failed_pass_leaves_no_trace(case: Case, make: Any, monkeypatch: pytes
     huge: dict[str, Any] = {"weights": 3e38, "advantages": 3e38, "logprobs": -100.0}
     overflowing = [*data, *examples(case, lengths=(30,), **huge)]
     fails(EngineError, "datum 4: .*not finite", overflowing)
-    engine.forward_backward("a", data[:2], case.loss, case.config)
+    run_pass(engine, "a", data[:2], case.loss, case.config)
     fails(EngineError, "datum 4: .*not finite", overflowing)
     passes = iter(range(99))
     original = decoder.hidden_states
@@ -258,5 +258,5 @@ def test_a_failed_pass_leaves_no_trace(case: Case, make: Any, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "hidden_states", faulty)
         fails(RuntimeError, "out of memory", data)
-    engine.forward_backward("a", data[2:], case.loss, case.config)
+    run_pass(engine, "a", data[2:], case.loss, case.config)
     assert torch.equal(gradient(engine), expected)

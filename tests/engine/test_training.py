@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
-from tinkex.engine import EngineError, decoder, trainer
+from tinkex.engine import EngineError, decoder, run_pass, trainer
 from tinkex.engine.lora import Layout
 from tinkex.engine.optim import AdamState, State, step
 from tinkex.engine.torch_engine import TorchEngine
@@ -73,7 +73,7 @@ def test_pass_equals_float64_reference(
     batch = data(5, 17, 9, 17, 1, 30, 9)
     total, logprobs, grads = reference_run(checkpoint(family), tmp_path, batch, loss, settings)
 
-    output = engine.forward_backward("a", batch, loss, settings)
+    output = run_pass(engine, "a", batch, loss, settings)
 
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
     assert output.metrics["tokens:sum"] == 88
@@ -90,7 +90,7 @@ def test_pass_equals_float64_reference(
 @pytest.mark.covers("S21")
 def test_elementwise_loss(engine: TorchEngine, data: Data) -> None:
     (datum,) = data(6)
-    output = engine.forward_backward("a", [datum], "cross_entropy", {}).loss_fn_outputs[0]
+    output = run_pass(engine, "a", [datum], "cross_entropy", {}).loss_fn_outputs[0]
     expected = -datum.loss_fn_inputs["weights"].to_numpy() * output["logprobs"].to_numpy()
     np.testing.assert_allclose(output["elementwise_loss"].to_numpy(), expected, rtol=1e-6)
 
@@ -111,7 +111,7 @@ def test_several_targets_per_position(
     if sparse:
         sent = {"target_tokens": csr(targets, "int64"), "weights": csr(weights, "float32")}
         batch = [*batch[:2], Datum(many.model_input, sent)]
-    output = engine.forward_backward("a", batch, "cross_entropy", {})
+    output = run_pass(engine, "a", batch, "cross_entropy", {})
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
     assert output.loss_fn_outputs[2]["logprobs"].shape == [9, 3]
     assert_near(output.loss_fn_outputs[2]["logprobs"].to_numpy(), logprobs[2], 1e-5)
@@ -131,8 +131,8 @@ def test_absent_cells_of_sparse_targets_weigh_nothing(engine: TorchEngine) -> No
     from tinkex.types.tensors import TensorData
 
     sparse = TensorData([5, 6, 7], "int64", [2, 2], [0, 2, 3], [0, 1, 0])
-    output = engine.forward_backward(
-        "a", [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": sparse})], "cross_entropy", {}
+    output = run_pass(
+        engine, "a", [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": sparse})], "cross_entropy", {}
     )
     p = output.loss_fn_outputs[0]["logprobs"].to_numpy()
     assert output.metrics["loss:sum"] == pytest.approx(-float(p[0, 0] + p[0, 1] + p[1, 0]), rel=1e-6)
@@ -141,7 +141,7 @@ def test_absent_cells_of_sparse_targets_weigh_nothing(engine: TorchEngine) -> No
 @pytest.mark.covers("S17")
 def test_weights_default_to_one(engine: TorchEngine) -> None:
     datum = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4]})
-    output = engine.forward_backward("a", [datum], "cross_entropy", {})
+    output = run_pass(engine, "a", [datum], "cross_entropy", {})
     assert output.metrics["loss:sum"] == pytest.approx(
         -output.loss_fn_outputs[0]["logprobs"].to_numpy().sum(), rel=1e-6
     )
@@ -149,7 +149,7 @@ def test_weights_default_to_one(engine: TorchEngine) -> None:
 
 @pytest.mark.covers("S17")
 def test_zero_weights_give_zero(engine: TorchEngine, data: Data) -> None:
-    output = engine.forward_backward("a", data(4, weights=np.zeros(4, np.float32)), "cross_entropy", {})
+    output = run_pass(engine, "a", data(4, weights=np.zeros(4, np.float32)), "cross_entropy", {})
     assert output.metrics["loss:sum"] == 0
     assert adapter_of(engine).grad is not None
     assert not adapter_of(engine).grad.any()  # type: ignore[union-attr]
@@ -160,7 +160,7 @@ def test_zero_weights_give_zero(engine: TorchEngine, data: Data) -> None:
 def test_unused_inputs_are_ignored(engine: TorchEngine, data: Data) -> None:
     plain = data(5)
     mask = [Datum(d.model_input, {**d.loss_fn_inputs, "mask": np.ones(99, np.float32)}) for d in plain]
-    ours, theirs = (engine.forward_backward("a", d, "ppo", {}).metrics for d in (plain, mask))
+    ours, theirs = (run_pass(engine, "a", d, "ppo", {}).metrics for d in (plain, mask))
     assert ours == theirs
 
 
@@ -174,7 +174,7 @@ def test_accumulation_over_splits(checkpoint: Checkpoint, data: Data) -> None:
         randomise(adapter_of(engine))
         starts = np.cumsum([0, *split])
         for start, stop in itertools.pairwise(starts):
-            engine.forward_backward("a", batch[start:stop], "cross_entropy", {})
+            run_pass(engine, "a", batch[start:stop], "cross_entropy", {})
         flats.append(adapter_of(engine).grad)
     for flat in flats[1:]:
         assert_near(flat, flats[0], 1e-6)
@@ -183,9 +183,9 @@ def test_accumulation_over_splits(checkpoint: Checkpoint, data: Data) -> None:
 @pytest.mark.covers("S14", "S18")
 def test_forward_alone_adds_nothing(engine: TorchEngine, data: Data) -> None:
     batch = data(5, 8)
-    alone = engine.forward_backward("a", batch, "cross_entropy", {}, backward=False)
+    alone = run_pass(engine, "a", batch, "cross_entropy", {}, backward=False)
     assert adapter_of(engine).grad is None
-    both = engine.forward_backward("a", batch, "cross_entropy", {})
+    both = run_pass(engine, "a", batch, "cross_entropy", {})
     for one, two in zip(alone.loss_fn_outputs, both.loss_fn_outputs, strict=True):
         assert np.array_equal(one["logprobs"].to_numpy(), two["logprobs"].to_numpy())
     assert alone.metrics == both.metrics
@@ -193,6 +193,7 @@ def test_forward_alone_adds_nothing(engine: TorchEngine, data: Data) -> None:
 
 def test_logits_are_never_all_held(engine: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "LOGITS_BUDGET", 8 * 96)
+    monkeypatch.setattr(trainer, "LEAST_ROWS", 4)
     monkeypatch.setattr(trainer, "KEPT_LOGITS", 0)
     seen: list[int] = []
     original = trainer.log_softmax
@@ -202,15 +203,15 @@ def test_logits_are_never_all_held(engine: TorchEngine, data: Data, monkeypatch:
         return original(logits)
 
     monkeypatch.setattr(trainer, "log_softmax", counting)
-    engine.forward_backward("a", data(40), "cross_entropy", {})
+    run_pass(engine, "a", data(40), "cross_entropy", {})
     assert max(seen) <= 8
     assert sum(seen) == 80  # each row twice: forward, and again for backward
 
 
 @pytest.mark.covers("S14")
 def test_a_failed_pass_leaves_no_trace(engine: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine._micro_batch_tokens = 8
-    engine.forward_backward("a", data(4), "cross_entropy", {})
+    engine._trainer.budget = 8
+    run_pass(engine, "a", data(4), "cross_entropy", {})
     adapter = adapter_of(engine)
     state, grad = adapter.state, adapter.grad
     assert grad is not None
@@ -224,7 +225,7 @@ def test_a_failed_pass_leaves_no_trace(engine: TorchEngine, data: Data, monkeypa
 
     monkeypatch.setattr(trainer, "hidden_states", faulty)
     with pytest.raises(RuntimeError, match="out of memory"):
-        engine.forward_backward("a", data(6, 7, 8, 8), "cross_entropy", {})
+        run_pass(engine, "a", data(6, 7, 8, 8), "cross_entropy", {})
     assert adapter.state is state
     assert adapter.grad is not None
     assert torch.equal(adapter.grad, before)
@@ -234,7 +235,7 @@ def test_a_failed_pass_leaves_no_trace(engine: TorchEngine, data: Data, monkeypa
 def test_an_overflowing_loss_is_refused(engine: TorchEngine, data: Data) -> None:
     bad = data(4, seed=1, logprobs=np.full(4, -1000, np.float32))
     with pytest.raises(EngineError, match="datum 2: the loss is not finite; nothing was added"):
-        engine.forward_backward("a", [*data(6, 5), *bad], "importance_sampling", {})
+        run_pass(engine, "a", [*data(6, 5), *bad], "importance_sampling", {})
     assert adapter_of(engine).grad is None
 
 
@@ -271,7 +272,7 @@ def test_adamw_equals_torch() -> None:
 def test_steps_never_change_weights_in_place(engine: TorchEngine, data: Data) -> None:
     before = adapter_of(engine).state.weights
     copy = before.clone()
-    engine.forward_backward("a", data(5), "cross_entropy", {})
+    run_pass(engine, "a", data(5), "cross_entropy", {})
     engine.optim_step("a", AdamParams(learning_rate=0.1, weight_decay=0.1))
     assert torch.equal(before, copy)
     assert not torch.equal(adapter_of(engine).state.weights, copy)
@@ -279,7 +280,7 @@ def test_steps_never_change_weights_in_place(engine: TorchEngine, data: Data) ->
 
 @pytest.mark.covers("S14", "S22", "S23")
 def test_step_metrics_and_clearing(engine: TorchEngine, data: Data) -> None:
-    engine.forward_backward("a", data(5, 9), "cross_entropy", {})
+    run_pass(engine, "a", data(5, 9), "cross_entropy", {})
     adapter = adapter_of(engine)
     assert adapter.grad is not None
     norm = float(adapter.grad.norm())
@@ -308,7 +309,7 @@ def test_step_metrics_and_clearing(engine: TorchEngine, data: Data) -> None:
     ],
 )
 def test_bad_hyper_parameters(engine: TorchEngine, data: Data, params: Any, message: str) -> None:
-    engine.forward_backward("a", data(5), "cross_entropy", {})
+    run_pass(engine, "a", data(5), "cross_entropy", {})
     state, grad = adapter_of(engine).state, adapter_of(engine).grad
     with pytest.raises(EngineError, match=message):
         engine.optim_step("a", params)
@@ -317,7 +318,7 @@ def test_bad_hyper_parameters(engine: TorchEngine, data: Data, params: Any, mess
 
 def train(engine: TorchEngine, name: str, data: Data, between: Any = None) -> torch.Tensor:
     for seed in range(3):
-        engine.forward_backward(name, data(6, 9, 12, seed=seed), "cross_entropy", {})
+        run_pass(engine, name, data(6, 9, 12, seed=seed), "cross_entropy", {})
         if between:
             between()
         engine.optim_step(name, LR)
@@ -335,7 +336,7 @@ def test_neighbours_do_not_leak(checkpoint: Checkpoint, data: Data) -> None:
     crowded.create("a", "m", LoraConfig(rank=4))
 
     def meddle() -> None:
-        crowded.forward_backward("b", data(20, 3, seed=9), "cross_entropy", {})
+        run_pass(crowded, "b", data(20, 3, seed=9), "cross_entropy", {})
         crowded.optim_step("b", AdamParams(learning_rate=0.5, grad_clip_norm=0.1))
 
     assert torch.equal(train(crowded, "a", data, meddle), expected)
@@ -345,7 +346,7 @@ def test_training_learns(engine: TorchEngine) -> None:
     batch = [Datum(ModelInput.from_ints([5, 6, 7, 8]), {"target_tokens": [6, 7, 8, 9]})]
     losses = []
     for _ in range(20):
-        losses.append(engine.forward_backward("a", batch, "cross_entropy", {}).metrics["loss:sum"])
+        losses.append(run_pass(engine, "a", batch, "cross_entropy", {}).metrics["loss:sum"])
         engine.optim_step("a", LR)
     assert losses[-1] < 0.1 * losses[0]
 
@@ -371,7 +372,7 @@ def test_fresh_adapters(checkpoint: Checkpoint, data: Data) -> None:
     assert weights["attn"].keys() < weights["zero"].keys()
     assert all(torch.equal(view, weights["zero"][name]) for name, view in weights["attn"].items())
     zero, one = (
-        engine.forward_backward(name, data(6), "cross_entropy", {}).loss_fn_outputs[0]["logprobs"].to_numpy()
+        run_pass(engine, name, data(6), "cross_entropy", {}).loss_fn_outputs[0]["logprobs"].to_numpy()
         for name in ("zero", "one")
     )
     np.testing.assert_array_equal(zero, one)  # B is zero: every fresh adapter is the base model
@@ -392,7 +393,7 @@ def test_names_that_do_not_exist(engine: TorchEngine, data: Data, tmp_path: Path
     with pytest.raises(EngineError, match="there is an adapter 'a' already"):
         engine.create("a", "small", LoraConfig(rank=4))
     for call in (
-        lambda: engine.forward_backward("b", data(3), "cross_entropy", {}),
+        lambda: run_pass(engine, "b", data(3), "cross_entropy", {}),
         lambda: engine.optim_step("b", LR),
         lambda: engine.save("b", tmp_path, optimizer=True),
         lambda: engine.snapshot("b", "s"),

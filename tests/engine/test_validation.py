@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.engine import EngineError, trainer
+from tinkex.engine import EngineError, run_pass, trainer
 from tinkex.engine.losses import LOSSES
 from tinkex.types.inputs import Datum, DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput
 from tinkex.types.tensors import TensorData
@@ -32,7 +32,7 @@ def refused(engine: TorchEngine, batch: list[Datum], loss: str, config: dict[str
         patch.setattr(trainer, "hidden_states", lambda *_: pytest.fail("computed"))
         for backward in (True, False):
             with pytest.raises(EngineError, match=message) as caught:
-                engine.forward_backward("a", batch, loss, config, backward=backward)
+                run_pass(engine, "a", batch, loss, config, backward=backward)
             assert caught.value.category == "user"
     assert adapter.state is state
     assert adapter.grad is grad
@@ -41,7 +41,7 @@ def refused(engine: TorchEngine, batch: list[Datum], loss: str, config: dict[str
 
 @pytest.fixture
 def pending(engine: TorchEngine, data: Data) -> TorchEngine:
-    engine.forward_backward("a", data(4), "cross_entropy", {})
+    run_pass(engine, "a", data(4), "cross_entropy", {})
     return engine
 
 
@@ -124,4 +124,4 @@ def test_no_data(pending: TorchEngine) -> None:
 
 
 def test_a_full_window_is_fine(engine: TorchEngine, data: Data) -> None:
-    engine.forward_backward("a", data(48), "cross_entropy", {})
+    run_pass(engine, "a", data(48), "cross_entropy", {})

@@ -1,4 +1,4 @@
-"""The seam between the server and whatever computes: about fifteen synchronous methods, no HTTP, no SQL.
+"""The seam between the server and whatever computes: about twenty synchronous methods, no HTTP, no SQL.
 
 One worker thread owns an engine and makes every call. Calls either succeed and have their whole effect, or raise and
 have none: `EngineError` with `category="user"` for what a caller did wrong, any other exception for an internal fault.
@@ -83,6 +83,14 @@ class DrawnToken:
     """Why the sample ends, when this is its last token."""
 
 
+@dataclass(frozen=True, slots=True)
+class PassDone:
+    """A pass that ended: with its output, or with the reason it failed; then nothing was added."""
+
+    job: str
+    result: ForwardBackwardOutput | Exception
+
+
 Listener: TypeAlias = Callable[[Sequence[DrawnToken]], object]
 """Takes the tokens that a job got in a step; called on the thread that makes the step, and must be quick."""
 
@@ -97,18 +105,30 @@ class Engine(Protocol):
         """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state. Its optimizer never changes."""
 
     def drop(self, adapter: str) -> None:
-        """Forget an adapter; unknown names are ignored."""
+        """Forget an adapter; unknown names are ignored. Its passes fail."""
 
-    def forward_backward(
+    def pass_start(
         self,
+        job: str,
         adapter: str,
         data: Sequence[Datum],
         loss_fn: str,
         config: Mapping[str, float | str],
         *,
         backward: bool = True,
-    ) -> ForwardBackwardOutput:
-        """Validate and run a pass; with `backward`, add the gradient of the summed loss to the adapter's buffer."""
+        owner: str = "",
+    ) -> None:
+        """Validate and admit a pass; with `backward`, the gradient of its summed loss goes to the adapter's buffer.
+
+        Passes advance with each `pass_step`, those of several adapters together, fairly by owner; those of one
+        adapter end in the order in which they were admitted. Its weights must not change before they have ended.
+        """
+
+    def pass_step(self) -> Sequence[PassDone]:
+        """Advance the passes by a step, which should not take much longer than a second; returns those that ended."""
+
+    def passing(self) -> bool:
+        """Whether any pass is unfinished."""
 
     def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
         """Take a loss that was sent as a graph; passes use it as loss `custom`, with its id in the configuration."""
@@ -156,3 +176,22 @@ class Engine(Protocol):
 
     def sampling(self) -> bool:
         """Whether any job is unfinished."""
+
+
+def run_pass(
+    engine: Engine,
+    adapter: str,
+    data: Sequence[Datum],
+    loss_fn: str,
+    config: Mapping[str, float | str],
+    *,
+    backward: bool = True,
+) -> ForwardBackwardOutput:
+    """Run a pass to its end, on an engine that is at nothing else."""
+    engine.pass_start("the only one", adapter, data, loss_fn, config, backward=backward)
+    while engine.passing():
+        for done in engine.pass_step():
+            if isinstance(done.result, Exception):
+                raise done.result
+            return done.result
+    raise AssertionError("the pass did not end")

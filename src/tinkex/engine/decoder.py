@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 
 from tinkex.engine import EngineError
-from tinkex.engine.lora import Factors, Gradients, Linear, lora_linear
+from tinkex.engine.lora import Factors, Linear
+from tinkex.engine.mixture import Share, forward
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -190,14 +191,15 @@ class Adaptation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The adapter of a pass: factors per linear layer, and where their gradients go when there is a backward pass."""
+    """One adapter for all tokens: factors per linear layer."""
 
     factors: Mapping[str, Factors]
-    gradients: Gradients | None = None
 
     def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
         """A linear layer with this adapter's share added, whichever tokens these are."""
-        return lora_linear(x_TD, linear, self.factors.get(linear.name), self.gradients)
+        factors = self.factors.get(linear.name)
+        shares = [] if factors is None else [Share(0, x_TD.shape[0], factors, None)]
+        return forward(x_TD, linear, shares)[0]
 
 
 BARE = Lora({})

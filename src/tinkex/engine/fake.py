@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinkex.engine import ADAMW, BaseModel, DrawnToken, EngineError, Listener, SampleDone, check_optimizer
+from tinkex.engine import ADAMW, BaseModel, DrawnToken, EngineError, Listener, PassDone, SampleDone, check_optimizer
 from tinkex.types.sampling import EMPTY_CELL, SampledSequence, SampleRequest, SampleResponse, StopReason, TopkLogprobs
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig, OptimizerConfigBase, OptimParams
@@ -38,6 +38,14 @@ class _Adapter:
     optimizer: OptimizerConfigBase = ADAMW
     grad: Array | None = None
     step: int = 0
+
+
+@dataclass(frozen=True)
+class _Pass:
+    job: str
+    adapter: str
+    arrays: Sequence[tuple[Array, Array, Array]]
+    backward: bool
 
 
 @dataclass
@@ -68,6 +76,7 @@ class FakeEngine:
     _adapters: dict[str, _Adapter] = field(default_factory=dict)
     _losses: set[str] = field(default_factory=set)
     _samplers: dict[str, Array] = field(default_factory=dict)
+    _passes: list[_Pass] = field(default_factory=list)
     _jobs: dict[str, _Job] = field(default_factory=dict)
 
     def models(self) -> Sequence[BaseModel]:
@@ -87,32 +96,53 @@ class FakeEngine:
         """Forget an adapter."""
         self._adapters.pop(adapter, None)
 
-    def forward_backward(
+    def pass_start(
         self,
+        job: str,
         adapter: str,
         data: Sequence[Datum],
         loss_fn: str,
         config: Mapping[str, float | str],
         *,
         backward: bool = True,
-    ) -> ForwardBackwardOutput:
-        """Make up log-probabilities; the gradient is the weighted count of targets modulo eight."""
-        self._enter("forward_backward", adapter)
-        target = self._adapter(adapter)
+        owner: str = "",
+    ) -> None:
+        """Admit a pass."""
+        self._adapter(adapter)
         if loss_fn not in LOSSES:
             raise EngineError(f"unknown loss {loss_fn!r}; known are {', '.join(LOSSES)}")
         if loss_fn == "custom" and config.get("loss_id") not in self._losses:
             raise EngineError(f"there is no custom loss {config.get('loss_id')!r}")
+        arrays = [(datum.model_input.to_numpy(), *_arrays(index, datum)) for index, datum in enumerate(data)]
+        self._passes.append(_Pass(job, adapter, arrays, backward))
+
+    def pass_step(self) -> Sequence[PassDone]:
+        """Carry one pass out."""
+        if not self._passes:
+            return []
+        work = self._passes.pop(0)
+        try:
+            self._enter("forward_backward", work.adapter)
+            return [PassDone(work.job, self._run(work))]
+        except Exception as error:
+            return [PassDone(work.job, error)]
+
+    def _run(self, work: _Pass) -> ForwardBackwardOutput:
+        """Make up log-probabilities; the gradient is the weighted count of targets modulo eight."""
+        target = self._adapter(work.adapter)
         grad, total, outputs = np.zeros(SIZE), 0.0, []
-        for index, datum in enumerate(data):
-            targets, weights = _arrays(index, datum)
-            logprobs = _logprobs(target.weights, datum.model_input.to_numpy(), targets)
+        for tokens, targets, weights in work.arrays:
+            logprobs = _logprobs(target.weights, tokens, targets)
             np.add.at(grad, targets % SIZE, -weights)
             total -= float((weights * logprobs).sum())
             outputs.append({"logprobs": TensorData.from_numpy(logprobs.astype(np.float32))})
-        if backward:
+        if work.backward:
             target.grad = grad if target.grad is None else target.grad + grad
         return ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": total})
+
+    def passing(self) -> bool:
+        """Whether any pass is unfinished."""
+        return bool(self._passes)
 
     def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
         """Take a loss; whatever its graph is, its passes are those of cross-entropy."""

@@ -1,4 +1,4 @@
-"""LoRA factors: their layout in one flat buffer, their seeded start, and the linear layer that applies them.
+"""LoRA factors: their layout in one flat buffer, and their seeded start; `mixture.py` applies them.
 
     y = x W^T + (32 / r) (x A^T) B^T        A [r, in] seeded, B [out, r] zero, W frozen
 
@@ -14,15 +14,14 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from tinkex.engine import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tinkex.types.training import LoraConfig
 
@@ -55,17 +54,6 @@ class Factors:
     a_RD: torch.Tensor
     b_NR: Sequence[torch.Tensor]
     scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """Where a backward pass adds the gradients of factors.
-
-    `anchor` is an empty tensor that requires a gradient: through it autograd records layers whose input needs none.
-    """
-
-    factors: Mapping[str, Factors]
-    anchor: torch.Tensor
 
 
 def trained_groups(lora: LoraConfig) -> tuple[str, ...]:
@@ -137,86 +125,3 @@ class Layout:
 def _stream(seed: int, name: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def lora_linear(
-    x_TD: torch.Tensor, linear: Linear, factors: Factors | None, gradients: Gradients | None
-) -> torch.Tensor:
-    """A linear layer, with the adapter's share added and its gradients collected when wanted."""
-    if factors is None:
-        return F.linear(x_TD, linear.weight_ND, linear.bias_N)
-    if gradients is None:
-        return _forward(x_TD, linear, factors)[0]
-    into = gradients.factors[linear.name]
-    y_TN: torch.Tensor = _LoraLinear.apply(x_TD, gradients.anchor, linear, factors, into)  # type: ignore[no-untyped-call]
-    return y_TN
-
-
-def _forward(x_TD: torch.Tensor, linear: Linear, factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-    y_TN = F.linear(x_TD, linear.weight_ND, linear.bias_N)
-    low_TR = F.linear(x_TD, factors.a_RD)
-    for y, low, b in zip(_parts(y_TN, linear), _each(low_TR, linear), factors.b_NR, strict=True):
-        y.addmm_(low, b.t(), alpha=factors.scale)
-    return y_TN, low_TR
-
-
-def _parts(y_TN: torch.Tensor, linear: Linear) -> Sequence[torch.Tensor]:
-    return [y_TN] if len(linear.sizes) == 1 else torch.split(y_TN, linear.sizes, dim=1)
-
-
-def _each(low_TR: torch.Tensor, linear: Linear) -> Sequence[torch.Tensor]:
-    return low_TR.chunk(len(linear.sizes), dim=1)
-
-
-class _LoraLinear(torch.autograd.Function):
-    """Forward and backward by hand: W gets no gradient, A and B add theirs to the buffer, x gets one if it needs it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, linear: Linear, factors: Factors, into: Factors
-    ) -> torch.Tensor:
-        y_TN, low_TR = _forward(x, linear, factors)
-        ctx.save_for_backward(x, low_TR)
-        ctx.linear, ctx.factors, ctx.into = linear, factors, into
-        return y_TN
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x_TD, low_TR = ctx.saved_tensors
-        dlow_TR = _factor_gradients(grads[0], x_TD, low_TR, ctx.linear, ctx.factors, ctx.into)
-        dx = _input_gradient(grads[0], dlow_TR, ctx.linear, ctx.factors) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None
-
-
-def lora_backward(
-    dy_TN: torch.Tensor,
-    x_TD: torch.Tensor,
-    low_TR: torch.Tensor,
-    linear: Linear,
-    factors: Factors,
-    into: Factors,
-) -> torch.Tensor:
-    """Add the gradients of A and B to `into`; returns the gradient of x."""
-    return _input_gradient(dy_TN, _factor_gradients(dy_TN, x_TD, low_TR, linear, factors, into), linear, factors)
-
-
-def _factor_gradients(
-    dy_TN: torch.Tensor,
-    x_TD: torch.Tensor,
-    low_TR: torch.Tensor,
-    linear: Linear,
-    factors: Factors,
-    into: Factors,
-) -> torch.Tensor:
-    """Add the gradients of A and B to `into`; returns the gradient of x A^T."""
-    dlows = []
-    for dy, low, b, db in zip(_parts(dy_TN, linear), _each(low_TR, linear), factors.b_NR, into.b_NR, strict=True):
-        db.add_(dy.t() @ low, alpha=factors.scale)
-        dlows.append(dy @ b)
-    dlow_TR = (dlows[0] if len(dlows) == 1 else torch.cat(dlows, dim=1)).mul_(factors.scale)
-    into.a_RD.add_(dlow_TR.t() @ x_TD)
-    return dlow_TR
-
-
-def _input_gradient(dy_TN: torch.Tensor, dlow_TR: torch.Tensor, linear: Linear, factors: Factors) -> torch.Tensor:
-    return (dy_TN @ linear.weight_ND).addmm_(dlow_TR, factors.a_RD)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine import ADAMW, BaseModel, EngineError, Listener, SampleDone
+from tinkex.engine import ADAMW, BaseModel, EngineError, Listener, PassDone, SampleDone
 from tinkex.engine.custom import CompiledLoss, compile_graph
 from tinkex.engine.decoder import BARE, Decoder, DecoderConfig, Lora
 from tinkex.engine.lora import Layout
 from tinkex.engine.objectives import find_objective
 from tinkex.engine.openmp import calm_openmp
 from tinkex.engine.sampler import Job, Sampler, Source
-from tinkex.engine.trainer import Adapter, run_pass
+from tinkex.engine.trainer import Adapter, Trainer
 from tinkex.engine.weights import (
     eos_tokens,
     load_adapter,
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from tinkex.types.custom_losses import CreateCustomLossRequest
     from tinkex.types.inputs import Datum
     from tinkex.types.sampling import SampleRequest
-    from tinkex.types.training import ForwardBackwardOutput, LoraConfig, OptimizerConfigBase, OptimParams
+    from tinkex.types.training import LoraConfig, OptimizerConfigBase, OptimParams
 
-MICRO_BATCH_TOKENS = 8192
+STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
+"""How many tokens a step of training takes: about a second's work, since sampling waits for it."""
 
 
 @dataclass
@@ -95,7 +96,7 @@ class TorchEngine:
         device: str = "cpu",
         dtype: torch.dtype | None = None,
         threads: int | None = None,
-        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+        micro_batch_tokens: int | None = None,
         eager: bool = False,
     ) -> None:
         calm_openmp()
@@ -103,7 +104,8 @@ class TorchEngine:
         where = torch.device(device)
         dtype = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
         self._bases = {name: _Base(name, resolve(source), dtype, where) for name, source in models.items()}
-        self._micro_batch_tokens = micro_batch_tokens
+        self._trainer = Trainer(micro_batch_tokens or STEP_TOKENS.get(where.type, STEP_TOKENS["cuda"]))
+        self._dropped: list[PassDone] = []
         self._adapters: dict[str, Adapter] = {}
         self._losses: dict[str, CompiledLoss] = {}
         self._samplers: dict[str, Source] = {}
@@ -124,26 +126,33 @@ class TorchEngine:
         self._adapters[adapter] = Adapter(base_model, self._base(base_model).model, lora, optimizer)
 
     def drop(self, adapter: str) -> None:
-        """Forget an adapter; unknown names are ignored."""
+        """Forget an adapter; unknown names are ignored. Its passes fail."""
         self._adapters.pop(adapter, None)
+        self._dropped += self._trainer.drop(adapter)
 
-    def forward_backward(
+    def pass_start(
         self,
+        job: str,
         adapter: str,
         data: Sequence[Datum],
         loss_fn: str,
         config: Mapping[str, float | str],
         *,
         backward: bool = True,
-    ) -> ForwardBackwardOutput:
-        """Validate and run a pass; with `backward`, add the gradient of the summed loss to the adapter's buffer."""
-        return run_pass(
-            self._adapter(adapter),
-            data,
-            find_objective(loss_fn, config, self._losses),
-            backward=backward,
-            micro_batch_tokens=self._micro_batch_tokens,
-        )
+        owner: str = "",
+    ) -> None:
+        """Validate and admit a pass; with `backward`, the gradient of its summed loss goes to the adapter's buffer."""
+        objective = find_objective(loss_fn, config, self._losses)
+        self._trainer.start(job, adapter, self._adapter(adapter), data, objective, backward=backward, owner=owner)
+
+    def pass_step(self) -> Sequence[PassDone]:
+        """Advance the passes by a step and return those that ended."""
+        dropped, self._dropped = self._dropped, []
+        return dropped + (self._trainer.step() if self._trainer.busy() else [])
+
+    def passing(self) -> bool:
+        """Whether any pass is unfinished."""
+        return bool(self._dropped) or self._trainer.busy()
 
     def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
         """Rebuild a loss from its graph, for passes to use by its id."""

@@ -1,28 +1,36 @@
 """Training passes: pack, run, log-probabilities of the targets, loss, backward into a scratch buffer.
 
-Data are sorted by length, so that sequences of equal length lie side by side and share one attention call, and cut
-into micro-batches under a token budget. The gradient of a pass is complete before it is added to an adapter's: a pass
-that fails leaves no trace.
+A pass is cut into pieces under a token budget: its data are sorted by length, so that sequences of equal length lie
+side by side and share one attention call. A step takes pieces of as many passes as fit the budget, of any adapters of
+one base model, fairly by owner, and runs them together. How a pass is cut depends on that pass alone, and nothing is
+ever reduced over tokens of two pieces: so its results do not depend on what runs beside it. The gradient of a pass is
+complete before it is added to an adapter's: a pass that fails leaves no trace.
 
-Axes: T packed tokens of a micro-batch, M targets (one or several per token), D hidden, V vocabulary, L values of a loss
+Axes: T packed tokens of a step, M targets (one or several per token), D hidden, V vocabulary, L values of a loss
 (one per target, or one per datum), N data.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections import deque
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tinkex.engine import ADAMW, EngineError
-from tinkex.engine.decoder import BARE, Decoder, Lora, PackedAttention, hidden_states
-from tinkex.engine.lora import Factors, Gradients, Layout, Linear, lora_backward, lora_linear
+from tinkex.engine import ADAMW, EngineError, PassDone
+from tinkex.engine.decoder import Decoder, PackedAttention, hidden_states
+from tinkex.engine.lora import Factors, Layout, Linear
 from tinkex.engine.losses import Examples, Room
+from tinkex.engine.mixture import ROWS, Mixture, Span
+from tinkex.engine.mixture import backward as mixed_backward
+from tinkex.engine.mixture import forward as mixed_forward
 from tinkex.engine.objectives import Evaluated, Objective
 from tinkex.engine.optim import State, check, state_type, step
+from tinkex.engine.turns import Shares
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import ForwardBackwardOutput, LoraConfig, OptimizerConfigBase, OptimParams
 
@@ -31,11 +39,19 @@ if TYPE_CHECKING:
 
     from tinkex.types.inputs import Datum, LossFnOutput
 
-LOGITS_BUDGET = 1 << 20
+logger = logging.getLogger("tinkex.engine")
+
+LOGITS_BUDGET = 1 << 22
 """How many logits are computed at once."""
 
+LEAST_ROWS = 64
+"""… but of so many tokens at least: reading the head's weights takes as long as a product with so many."""
+
 KEPT_LOGITS = 1 << 24
-"""A micro-batch with no more logits than this keeps them for backward; one with more computes them again."""
+"""A step with no more logits than this keeps them for backward; one with more computes them again."""
+
+MOST_PIECES = 64
+"""How many pieces a step takes: each costs some small products of its own."""
 
 
 class Adapter:
@@ -51,10 +67,14 @@ class Adapter:
         dtype = torch.promote_types(model.embed_VD.dtype, torch.float32)
         self.state: State = kind.fresh(self.layout.initial(dtype, model.embed_VD.device))
         self.grad: torch.Tensor | None = None
+        self._cast: tuple[torch.Tensor, dict[str, Factors]] | None = None
 
     def factors(self) -> dict[str, Factors]:
         """The present weights, as the linear layers take them."""
-        return self.layout.factors(self.state.weights.to(self.model.embed_VD.dtype))
+        weights = self.state.weights
+        if self._cast is None or self._cast[0] is not weights:
+            self._cast = weights, self.layout.factors(weights.to(self.model.embed_VD.dtype))
+        return self._cast[1]
 
     def step(self, params: OptimParams) -> dict[str, float]:
         """Apply the gathered gradient, if there is one."""
@@ -66,80 +86,288 @@ class Adapter:
         return {"grad_norm:mean": norm, "learning_rate:mean": float(params.learning_rate)}
 
 
-def run_pass(
-    adapter: Adapter, data: Sequence[Datum], objective: Objective, *, backward: bool, micro_batch_tokens: int
-) -> ForwardBackwardOutput:
-    """Validate data and run them; with `backward`, add the gradient of the summed loss to the adapter's."""
-    model = adapter.model
-    examples = objective.read(data, Room(model.config.vocab, model.config.context))
-    results = Results.of(examples, objective)
-    scratch = torch.zeros_like(adapter.state.weights) if backward else None
-    lora = _lora(adapter, scratch)
-    with torch.set_grad_enabled(backward):
-        for indices in micro_batches(examples, micro_batch_tokens):
-            packed = Packed.of(examples, indices, model.embed_VD)
-            hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, PackedAttention(packed.runs), lora)
-            logprobs_M = target_logprobs(model.head, hidden_TD, packed.rows_M, packed.targets_M, lora)
-            evaluated = objective.evaluate(logprobs_M, examples, indices, backward=backward)
-            results.put(indices, logprobs_M, evaluated)
-            if evaluated.grad_M is not None:
-                _check_finite("gradient of the loss", evaluated.grad_M.cpu().numpy(), results.starts, indices)
-                logprobs_M.backward(evaluated.grad_M)  # type: ignore[no-untyped-call]
-    if scratch is not None:
-        if not bool(torch.isfinite(scratch.sum())):
-            raise EngineError("the gradient is not finite; nothing was added")
-        adapter.grad = scratch if adapter.grad is None else adapter.grad + scratch
-    return results.output(examples, objective)
+@dataclass
+class Pass:
+    """A pass under way."""
+
+    job: str
+    owner: str
+    name: str
+    """The adapter's, by which passes of one adapter keep their order."""
+    adapter: Adapter
+    examples: Examples
+    objective: Objective
+    backward: bool
+    pieces: deque[list[int]] = field(default_factory=deque)
+    left: int = 0
+    """Pieces that have not been run."""
+    results: Results = field(init=False)
+    scratch: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.results = Results.of(self.examples, self.objective)
+
+    def begin(self, budget: int) -> None:
+        """Cut into pieces, and forget what was computed before."""
+        self.pieces = deque(cut(self.examples, budget))
+        self.left = len(self.pieces)
+        self.results = Results.of(self.examples, self.objective)
+        self.scratch = None
+
+    def size(self, piece: list[int]) -> int:
+        """The tokens of a piece."""
+        return sum(self.examples.tokens[index].size for index in piece)
+
+    def finish(self) -> ForwardBackwardOutput:
+        """Add the gradient to the adapter's; everything has been run."""
+        if self.scratch is not None:
+            if not bool(torch.isfinite(self.scratch.sum())):
+                raise EngineError("the gradient is not finite; nothing was added")
+            self.adapter.grad = self.scratch if self.adapter.grad is None else self.adapter.grad + self.scratch
+        return self.results.output(self.examples, self.objective)
 
 
-def _lora(adapter: Adapter, scratch: torch.Tensor | None) -> Lora:
-    if scratch is None:
-        return Lora(adapter.factors())
-    anchor = torch.zeros(0, device=scratch.device, requires_grad=True)
-    return Lora(adapter.factors(), Gradients(adapter.layout.factors(scratch), anchor))
-
-
-def micro_batches(examples: Examples, budget: int) -> Iterator[list[int]]:
-    """Indices of the data, shortest first, in groups of at most `budget` tokens (or one datum)."""
-    batch: list[int] = []
+def cut(examples: Examples, budget: int) -> Iterator[list[int]]:
+    """Indices of the data, shortest first, in pieces of at most `budget` tokens (or one datum)."""
+    piece: list[int] = []
     total = 0
     for index in sorted(range(len(examples.tokens)), key=lambda i: examples.tokens[i].size):
         size = examples.tokens[index].size
-        if batch and total + size > budget:
-            yield batch
-            batch, total = [], 0
-        batch.append(index)
+        if piece and total + size > budget:
+            yield piece
+            piece, total = [], 0
+        piece.append(index)
         total += size
-    yield batch
+    yield piece
+
+
+class Trainer:
+    """The passes under way on any adapters, advanced by a step at a time."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        """How many tokens a step may take; halved when memory runs out."""
+        self._passes: dict[str, deque[Pass]] = {}
+        """By adapter, in order."""
+        self._owners = Shares()
+        self._adapters: dict[str, Shares] = {}
+        """By owner, the shares of the owner's adapters."""
+
+    def start(
+        self,
+        job: str,
+        name: str,
+        adapter: Adapter,
+        data: Sequence[Datum],
+        objective: Objective,
+        *,
+        backward: bool,
+        owner: str = "",
+    ) -> None:
+        """Validate a pass and take it in."""
+        config = adapter.model.config
+        examples = objective.read(data, Room(config.vocab, config.context))
+        admitted = Pass(job, owner, name, adapter, examples, objective, backward)
+        admitted.begin(self.budget)
+        self._passes.setdefault(name, deque()).append(admitted)
+
+    def busy(self) -> bool:
+        """Whether any pass is unfinished."""
+        return bool(self._passes)
+
+    def drop(self, name: str) -> list[PassDone]:
+        """Forget an adapter; its passes fail."""
+        return [PassDone(p.job, EngineError("the run was dropped")) for p in self._passes.pop(name, ())]
+
+    def step(self) -> list[PassDone]:
+        """Run a few pieces together, and return the passes that ended."""
+        chosen = self._choose()
+        outcomes: dict[str, Exception | None] = {}
+        try:
+            for work, error in run(chosen):
+                outcomes[work.job] = outcomes.get(work.job) or error
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                outcomes = dict.fromkeys((work.job for work, _ in chosen), error)
+            elif (outcomes := self._halve(chosen, error)) == {}:
+                return []
+        return self._ended({work.job: work for work, _ in chosen}, outcomes)
+
+    def _choose(self) -> list[tuple[Pass, list[int]]]:
+        """Pieces of one base model, with or without gradients, whoever has had least first."""
+        self._note()
+        chosen: list[tuple[Pass, list[int]]] = []
+        total = 0
+        while len(chosen) < MOST_PIECES and (work := self._next(chosen[0][0] if chosen else None)) is not None:
+            size = work.size(work.pieces[0])
+            if chosen and total + size > self.budget:
+                break
+            chosen.append((work, work.pieces.popleft()))
+            total += size
+            self._owners.charge(work.owner, size)
+            self._adapters[work.owner].charge(work.name, size)
+        return chosen
+
+    def _next(self, like: Pass | None) -> Pass | None:
+        open_: dict[str, dict[str, Pass]] = {}
+        for name, passes in self._passes.items():
+            work = next((work for work in passes if work.pieces), None)
+            if work is not None and (like is None or _go_together(work, like)):
+                open_.setdefault(work.owner, {})[name] = work
+        if not open_:
+            return None
+        owner = self._owners.first(open_)
+        return open_[owner][self._adapters[owner].first(open_[owner])]
+
+    def _note(self) -> None:
+        waiting: dict[str, list[str]] = {}
+        for name, passes in self._passes.items():
+            waiting.setdefault(passes[0].owner, []).append(name)
+        self._owners.note(waiting.keys())
+        self._adapters = {owner: self._adapters.get(owner, Shares()) for owner in waiting}
+        for owner, names in waiting.items():
+            self._adapters[owner].note(names)
+
+    def _ended(self, works: dict[str, Pass], outcomes: dict[str, Exception | None]) -> list[PassDone]:
+        done = []
+        for job, error in outcomes.items():
+            work = works[job]
+            if error is None and work.left:
+                continue
+            try:
+                result: ForwardBackwardOutput | Exception = error or work.finish()
+            except EngineError as refusal:
+                result = refusal
+            passes = self._passes[work.name]
+            passes.remove(work)
+            if not passes:
+                del self._passes[work.name]
+            done.append(PassDone(job, result))
+        return done
+
+    def _halve(self, chosen: list[tuple[Pass, list[int]]], error: Exception) -> dict[str, Exception | None]:
+        """Begin the passes of a step anew in smaller pieces; what cannot be cut any smaller fails, and is returned."""
+        works = {work.job: work for work, _ in chosen}
+        if len(chosen) == 1 and len(chosen[0][1]) == 1:
+            (work, [index]), size = chosen[0], chosen[0][0].size(chosen[0][1])
+            text = f"datum {index}: {size} tokens need more memory than there is; nothing was added"
+            refusal = EngineError(text, "server")
+            refusal.__cause__ = error
+            return {work.job: refusal}
+        tokens = sum(work.size(piece) for work, piece in chosen)
+        self.budget = max(1, min(self.budget, tokens) // 2)
+        logger.warning("memory ran out at %d tokens in a step; from now on it takes %d", tokens, self.budget)
+        for work in works.values():
+            work.begin(self.budget)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return {}
+
+
+def _go_together(one: Pass, other: Pass) -> bool:
+    return one.adapter.model is other.adapter.model and one.backward == other.backward
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of an accelerator, or of the machine, for which torch has no class of its own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def run(chosen: Sequence[tuple[Pass, list[int]]]) -> Iterator[tuple[Pass, Exception | None]]:
+    """Run pieces beside each other; gives each with what was wrong with it, if anything was."""
+    model, wants_gradient = chosen[0][0].adapter.model, chosen[0][0].backward
+    packed = Packed.of(chosen, model.embed_VD)
+    mixture = Mixture([_span(work, rows) for (work, _), rows in zip(chosen, packed.spans, strict=True)], packed.device)
+    outcomes: list[tuple[Pass, Exception | None]] = []
+    with torch.set_grad_enabled(wants_gradient):
+        attend = PackedAttention(packed.runs)
+        hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, attend, mixture)
+        logprobs_M = target_logprobs(model.head, hidden_TD, packed.rows_M, packed.targets_M, mixture)
+        grads: list[torch.Tensor] = []
+        for (work, piece), part in zip(chosen, torch.split(logprobs_M.detach(), packed.sizes), strict=True):
+            grad, error = _evaluate(work, piece, part)
+            grads.append(torch.zeros_like(part) if grad is None else grad)
+            outcomes.append((work, error))
+        if wants_gradient and any(error is None for _, error in outcomes):
+            logprobs_M.backward(torch.cat(grads))  # type: ignore[no-untyped-call]
+    for work, _ in chosen:
+        work.left -= 1
+    yield from outcomes
+
+
+def _span(work: Pass, rows: tuple[int, int]) -> Span:
+    if not work.backward:
+        return Span(*rows, work.adapter.factors())
+    if work.scratch is None:
+        work.scratch = torch.zeros_like(work.adapter.state.weights)
+    return Span(*rows, work.adapter.factors(), work.adapter.layout.factors(work.scratch))
+
+
+def _evaluate(work: Pass, piece: list[int], logprobs_M: torch.Tensor) -> tuple[torch.Tensor | None, EngineError | None]:
+    """The loss of a piece and its gradient by the log-probabilities; what is wrong with it concerns its pass alone."""
+    try:
+        evaluated = work.objective.evaluate(logprobs_M, work.examples, piece, backward=work.backward)
+        work.results.put(piece, logprobs_M, evaluated)
+        if evaluated.grad_M is not None:
+            _check_finite("gradient of the loss", evaluated.grad_M.cpu().numpy(), work.results.starts, piece)
+    except EngineError as error:
+        return None, error
+    return evaluated.grad_M, None
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A micro-batch on the device."""
+    """The pieces of a step on the device."""
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     runs: list[tuple[int, int]]
     rows_M: torch.Tensor
     targets_M: torch.Tensor
+    spans: list[tuple[int, int]]
+    """The tokens of each piece, padded; and …"""
+    sizes: list[int]
+    """… how many targets it has."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.tokens_T.device
 
     @classmethod
-    def of(cls, examples: Examples, indices: list[int], like: torch.Tensor) -> Packed:
-        """Concatenate the chosen data."""
+    def of(cls, chosen: Sequence[tuple[Pass, list[int]]], like: torch.Tensor) -> Packed:
+        """Concatenate pieces; each is padded with a sequence of its own that nothing reads."""
+        tokens: list[Array] = []
+        rows: list[Array] = []
+        targets: list[Array] = []
+        lengths: list[int] = []
+        runs: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
+        sizes: list[int] = []
+        start = 0
+        for work, piece in chosen:
+            examples = work.examples
+            sequences = [examples.tokens[index] for index in piece]
+            flat = [examples.targets[index].reshape(-1) for index in piece]
+            per_token = np.repeat(
+                [t.size // n.size for t, n in zip(flat, sequences, strict=True)], [n.size for n in sequences]
+            )
+            if padding := -per_token.size % ROWS:
+                sequences.append(np.zeros(padding, dtype=np.int64))
+            here = [sequence.size for sequence in sequences]
+            tokens += sequences
+            lengths += here
+            runs += [(len(list(run)), length) for length, run in groupby(here)]
+            rows.append(start + np.repeat(np.arange(per_token.size), per_token))
+            targets += flat
+            spans.append((start, start + sum(here)))
+            sizes.append(sum(t.size for t in flat))
+            start += sum(here)
 
         def put(arrays: Sequence[Array]) -> torch.Tensor:
             return torch.from_numpy(np.concatenate(arrays)).to(device=like.device, dtype=torch.int64)
 
-        lengths = [examples.tokens[i].size for i in indices]
-        targets = [examples.targets[i].reshape(-1) for i in indices]
-        per_token = np.repeat([t.size // n for t, n in zip(targets, lengths, strict=True)], lengths)
-        return cls(
-            tokens_T=put([examples.tokens[i] for i in indices]),
-            positions_T=put([np.arange(n) for n in lengths]),
-            runs=[(len(list(run)), length) for length, run in groupby(lengths)],
-            rows_M=put([np.repeat(np.arange(per_token.size), per_token)]),
-            targets_M=put(targets),
-        )
+        return cls(put(tokens), put([np.arange(n) for n in lengths]), runs, put(rows), put(targets), spans, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,23 +429,37 @@ def _check_finite(what: str, values: Array, starts: Array, indices: list[int]) -
 
 
 def target_logprobs(
-    head: Linear, hidden_TD: torch.Tensor, rows_M: torch.Tensor, targets_M: torch.Tensor, lora: Lora = BARE
+    head: Linear, hidden_TD: torch.Tensor, rows_M: torch.Tensor, targets_M: torch.Tensor, mixture: Mixture
 ) -> torch.Tensor:
     """Log-probabilities of targets (target m belongs to row `rows_M[m]`, ascending), never holding all logits."""
-    anchor = lora.gradients.anchor if lora.gradients else torch.zeros(0)
     logprobs_M: torch.Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, anchor, head, rows_M, targets_M, lora
+        hidden_TD, mixture.anchor, head, rows_M, targets_M, mixture
     )
     return logprobs_M
 
 
-def _chunks(rows: int, head: Linear, rows_M: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Slices of rows whose logits fit the budget, with the slices of targets that belong to them."""
-    step = max(1, LOGITS_BUDGET // head.weight_ND.shape[0])
-    starts = torch.arange(0, rows + step, step, device=rows_M.device).clamp_(max=rows)
-    firsts = torch.searchsorted(rows_M, starts).tolist()
-    for chunk, row in enumerate(range(0, rows, step)):
-        yield slice(row, min(row + step, rows)), slice(firsts[chunk], firsts[chunk + 1])
+def _chunks(head: Linear, rows_M: torch.Tensor, mixture: Mixture) -> Iterator[tuple[slice, slice]]:
+    """Slices of rows whose logits fit the budget, with the slices of targets that belong to them.
+
+    Spans that fit a chunk are never cut, and one that does not is cut by itself: neighbours decide nothing.
+    """
+    room = max(LEAST_ROWS, LOGITS_BUDGET // head.weight_ND.shape[0]) // ROWS * ROWS
+    stops: list[int] = []
+    begun = end = 0
+    for span in mixture.spans:
+        if end > begun and span.stop - begun > room:
+            stops.append(end)
+            begun = end
+        while span.stop - begun > room:
+            begun += room
+            stops.append(begun)
+        end = span.stop
+    stops.append(end)
+    bounds = [0, *stops]
+    firsts = torch.searchsorted(rows_M, torch.tensor(bounds, device=rows_M.device)).tolist()
+    for chunk, (start, stop) in enumerate(zip(bounds, stops, strict=False)):
+        if start < stop:
+            yield slice(start, stop), slice(firsts[chunk], firsts[chunk + 1])
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -227,40 +469,41 @@ class _TargetLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_TD: torch.Tensor,
-        anchor: torch.Tensor,
+        anchor: torch.Tensor | None,
         head: Linear,
         rows_M: torch.Tensor,
         targets_M: torch.Tensor,
-        lora: Lora,
+        mixture: Mixture,
     ) -> torch.Tensor:
-        keep = lora.gradients is not None and hidden_TD.shape[0] * head.weight_ND.shape[0] <= KEPT_LOGITS
+        keep = anchor is not None and hidden_TD.shape[0] * head.weight_ND.shape[0] <= KEPT_LOGITS
         out, kept = [], []
-        for rows, span in _chunks(hidden_TD.shape[0], head, rows_M):
-            logprobs_TV = log_softmax(lora_linear(hidden_TD[rows], head, lora.factors.get(head.name), None))
+        for rows, span in _chunks(head, rows_M, mixture):
+            logits_TV, _ = mixed_forward(hidden_TD[rows], head, mixture.shares(head, rows.start, rows.stop))
+            logprobs_TV = log_softmax(logits_TV)
             out.append(logprobs_TV[rows_M[span] - rows.start, targets_M[span]])
             if keep:
                 kept.append(logprobs_TV)
         ctx.save_for_backward(hidden_TD, rows_M, targets_M)
-        ctx.head, ctx.lora, ctx.kept = head, lora, kept
+        ctx.head, ctx.mixture, ctx.kept = head, mixture, kept
         return torch.cat(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         hidden_TD, rows_M, targets_M = ctx.saved_tensors
-        dhidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
-        for chunk, (rows, span) in enumerate(_chunks(hidden_TD.shape[0], ctx.head, rows_M)):
-            kept = ctx.kept[chunk] if ctx.kept else None
-            dhidden = _head_backward(
-                ctx.head,
-                ctx.lora,
-                hidden_TD[rows],
-                kept,
-                rows_M[span] - rows.start,
-                targets_M[span],
-                grads[0][span],
-            )
-            if dhidden_TD is not None:
-                dhidden_TD[rows] = dhidden
+        dhidden_TD = torch.empty_like(hidden_TD)
+        for chunk, (rows, span) in enumerate(_chunks(ctx.head, rows_M, ctx.mixture)):
+            shares = ctx.mixture.shares(ctx.head, rows.start, rows.stop)
+            x_TD = hidden_TD[rows]
+            if ctx.kept:
+                logprobs_TV = ctx.kept[chunk]
+                lows = [x_TD[share.start : share.stop] @ share.factors.a_RD.t() for share in shares]
+            else:
+                logits_TV, lows = mixed_forward(x_TD, ctx.head, shares)
+                logprobs_TV = log_softmax(logits_TV)
+            dlogits_TV = _logit_gradient(logprobs_TV, rows_M[span] - rows.start, targets_M[span], grads[0][span])
+            dx_TD = mixed_backward(dlogits_TV.to(x_TD.dtype), x_TD, lows, ctx.head, shares, wants_input=True)
+            assert dx_TD is not None
+            dhidden_TD[rows] = dx_TD
         return dhidden_TD, None, None, None, None, None
 
 
@@ -269,25 +512,12 @@ def log_softmax(logits_TV: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits_TV, dim=-1, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
 
 
-def _head_backward(
-    head: Linear,
-    lora: Lora,
-    hidden_TD: torch.Tensor,
-    kept_TV: torch.Tensor | None,
-    rows_M: torch.Tensor,
-    targets_M: torch.Tensor,
-    grad_M: torch.Tensor,
+def _logit_gradient(
+    logprobs_TV: torch.Tensor, rows_M: torch.Tensor, targets_M: torch.Tensor, grad_M: torch.Tensor
 ) -> torch.Tensor:
-    """Gradient of one chunk's hidden states: d logits = scattered gradient - softmax * its sum over the row."""
-    factors = lora.factors.get(head.name)
-    if kept_TV is None:
-        kept_TV = log_softmax(lora_linear(hidden_TD, head, factors, None))
-    row_grad_T1 = torch.zeros(hidden_TD.shape[0], 1, dtype=grad_M.dtype, device=grad_M.device)
+    """The gradient of logits: the targets', less softmax times its sum over the row. Overwrites `logprobs_TV`."""
+    row_grad_T1 = torch.zeros(logprobs_TV.shape[0], 1, dtype=grad_M.dtype, device=grad_M.device)
     row_grad_T1.index_add_(0, rows_M, grad_M[:, None])
-    dlogits_TV = kept_TV.exp_().mul_(-row_grad_T1)
+    dlogits_TV = logprobs_TV.exp_().mul_(-row_grad_T1)
     dlogits_TV.index_put_((rows_M, targets_M), grad_M, accumulate=True)
-    dlogits_TV = dlogits_TV.to(hidden_TD.dtype)
-    if factors is None or lora.gradients is None:
-        return dlogits_TV @ head.weight_ND
-    low_TR = hidden_TD @ factors.a_RD.t()
-    return lora_backward(dlogits_TV, hidden_TD, low_TR, head, factors, lora.gradients.factors[head.name])
+    return dlogits_TV

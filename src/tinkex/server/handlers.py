@@ -275,18 +275,20 @@ async def forward_backward(state: State, call: Call) -> UntypedAPIFuture:
     if isinstance(loss_id, str):
         await state.revived(loss_id)
 
-    def work() -> Any:
+    def start(job: str) -> None:
         if body.loss_fn == "custom":
             require_own_loss(request.model_id, loss_id)
-        return state.engine.forward_backward(
+        state.engine.pass_start(
+            job,
             request.model_id,
             body.data,
             body.loss_fn,
             body.loss_fn_config or {},
             backward=not request.forward_only,
+            owner=call.owner,
         )
 
-    return await enqueue(state, call, request.model_id, request.seq_id, work)
+    return await enqueue(state, call, request.model_id, request.seq_id, start, is_pass=True)
 
 
 async def forward(state: State, call: Call) -> UntypedAPIFuture:

@@ -1,7 +1,9 @@
 """Order and turns: a lane per training run, and the one worker thread that owns the engine.
 
 A lane is pure bookkeeping (no clock, no threads): operations go in by number and come out when every number before them
-has. The worker takes what the lanes release in turn with steps of sampling, so that neither stops the other.
+has. The worker hands passes to the engine as soon as nothing of their run is before them, so that those of several runs
+can share its steps; what else a run is asked for waits until its passes have ended. Steps of training and of sampling
+take turns by the time they take, so that neither stops the other.
 """
 
 from __future__ import annotations
@@ -14,13 +16,17 @@ import logging
 import os
 import queue
 import threading
+import time
 import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from tinkex.engine import DrawnToken, Engine, EngineError, Listener
+from tinkex.engine import DrawnToken, Engine, EngineError, Listener, PassDone
+from tinkex.engine.turns import Shares
 from tinkex.types.sampling import SampleRequest, SampleResponse
+from tinkex.types.training import ForwardBackwardOutput
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex.server")
@@ -28,6 +34,9 @@ logger = logging.getLogger("tinkex.server")
 EXIT_SECONDS = 60.0
 """How long the end of a program waits for the engine."""
 CANCELLED = "the request was cancelled"
+TAKING_SECONDS = 0.05
+"""So long may steps wait while operations are taken in: what has come together is begun together."""
+TRAINING, SAMPLING = "training", "sampling"
 
 
 class Lane(Generic[T]):
@@ -87,15 +96,26 @@ class _Task:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     future: asyncio.Future[Any]
+    run: str | None = None
+    """The run whose order it keeps, if it is one's."""
+    job: str | None = None
+    """The pass that the function starts, if it starts one."""
 
 
 class Worker:
-    """The thread that owns the engine: runs operations in the order given, and advances sampling between them."""
+    """The thread that owns the engine: runs operations in the order given, and advances passes and samples between."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._waiting: dict[str, deque[_Task]] = {}
+        """By run, what waits for the passes before it."""
+        self._passes: dict[str, _Task] = {}
+        """By job, what the engine has begun."""
+        self._open: Counter[str] = Counter()
+        """How many passes each run has there."""
+        self._shares = Shares()
         self._samples: dict[str, asyncio.Future[SampleResponse]] = {}
         self._cancelled: set[str] = set()
         """Jobs to drop before the next step, without waiting for what else is queued."""
@@ -126,10 +146,23 @@ class Worker:
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Queue a function for the worker; the future is resolved on the event loop."""
+        return self._put(function, args)
+
+    def run_for(self, run: str, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Queue a function that comes after everything that was queued for the same run."""
+        return self._put(function, args, run)
+
+    def run_pass(self, run: str, job: str, start: Callable[[], object]) -> asyncio.Future[ForwardBackwardOutput]:
+        """Queue a pass, which `start` starts on the engine under this job's name; the future has its output."""
+        return self._put(start, (), run, job)
+
+    def _put(
+        self, function: Callable[..., Any], args: tuple[Any, ...], run: str | None = None, job: str | None = None
+    ) -> asyncio.Future[Any]:
         assert self._loop is not None, "the worker has not been started"
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: asyncio.Future[Any] = self._loop.create_future()
         future.add_done_callback(_seen)
-        self._tasks.put(_Task(function, args, future))
+        self._tasks.put(_Task(function, args, future, run, job))
         return future
 
     def sample(
@@ -186,21 +219,86 @@ class Worker:
         return relay
 
     def _run(self) -> None:
-        while True:
-            try:
-                task = self._tasks.get(block=self._stopping or not self.engine.sampling())
-            except queue.Empty:
-                pass
-            else:
-                if task is None:
-                    break
-                self._execute(task)
-            if self._cancelled:
-                self._drop_cancelled()
-            if self.engine.sampling() and not self._stopping:
-                self._step()
-        self._fail_samples(EngineError("the server was stopped", "server"))
+        while self._take():
+            if not self._stopping:
+                self._advance()
+        self._stop_all()
         self._post(self._ended.set)
+
+    def _take(self) -> bool:
+        """Take what has been queued, and wait for something if there is nothing to do; false at the end."""
+        until = time.perf_counter() + TAKING_SECONDS
+        try:
+            while True:
+                is_idle = self._stopping or not (self._passes or self.engine.sampling())
+                task = self._tasks.get(block=is_idle)
+                if task is None:
+                    return False
+                if task.run is None:
+                    self._execute(task)
+                else:
+                    self._waiting.setdefault(task.run, deque()).append(task)
+                    self._release(task.run)
+                if self._cancelled:
+                    self._drop_cancelled()
+                if time.perf_counter() > until:
+                    return True
+        except queue.Empty:
+            return True
+
+    def _advance(self) -> None:
+        """Make a step of training or of sampling, whichever has had less time."""
+        kinds = [TRAINING] * bool(self._passes) + [SAMPLING] * self.engine.sampling()
+        if not kinds:
+            return
+        self._shares.note(kinds)
+        kind = self._shares.first(kinds)
+        began = time.perf_counter()
+        if kind == TRAINING:
+            self._pass_step()
+        else:
+            self._step()
+        self._shares.charge(kind, time.perf_counter() - began)
+
+    def _release(self, run: str) -> None:
+        """Begin what nothing of its run is before any more."""
+        waiting = self._waiting.get(run, deque())
+        while waiting and (waiting[0].job is not None or not self._open[run]):
+            task = waiting.popleft()
+            if task.job is None or self._stopping:
+                self._execute(task)
+                continue
+            try:
+                task.function()
+            except Exception as error:
+                self._resolve(task.future, error)
+            else:
+                self._passes[task.job] = task
+                self._open[run] += 1
+        if not waiting:
+            self._waiting.pop(run, None)
+
+    def _pass_step(self) -> None:
+        try:
+            ended = self.engine.pass_step()
+        except Exception as error:
+            logger.exception("a step of training failed; the passes under way are lost")
+            ended = [PassDone(job, error) for job in self._passes]
+        for done in ended:
+            if (task := self._passes.pop(done.job, None)) is None:
+                continue
+            assert task.run is not None
+            self._open[task.run] -= 1
+            if not self._open[task.run]:
+                del self._open[task.run]
+            self._resolve(task.future, done.result)
+            self._release(task.run)
+
+    def _stop_all(self) -> None:
+        stopped = EngineError("the server was stopped", "server")
+        self._fail_samples(stopped)
+        for task in [*self._passes.values(), *(task for tasks in self._waiting.values() for task in tasks)]:
+            self._resolve(task.future, stopped)
 
     def _execute(self, task: _Task) -> None:
         if self._stopping:

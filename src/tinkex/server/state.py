@@ -73,6 +73,8 @@ class Queued:
     """What is to be done with the work's result, on the event loop."""
     is_due_anyway: bool = False
     """Whether the work is done even when a number before it never comes."""
+    is_pass: bool = False
+    """Whether the work only starts a pass on the engine."""
 
 
 @dataclass(slots=True)

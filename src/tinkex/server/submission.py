@@ -120,10 +120,15 @@ async def enqueue(
     call: Call,
     model_id: str,
     seq_id: int | None,
-    work: Callable[[], Any],
+    work: Callable[..., Any],
     after: Callable[[Any], Any] | None = None,
+    *,
+    is_pass: bool = False,
 ) -> UntypedAPIFuture:
-    """Put an operation into its run's lane; a repeated number gives the original receipt."""
+    """Put an operation into its run's lane; a repeated number gives the original receipt.
+
+    The work of a pass is to start it on the engine, under a name that it is given; other work is done when it returns.
+    """
     live = await live_run(state, model_id)
     number = _free(state, live) if seq_id is None else seq_id
     if number < 1:
@@ -149,7 +154,8 @@ async def enqueue(
             promise.fail("the session has ended")
             return
         live.recent[number] = promise
-        queued = Queued(promise, functools.partial(_work, state, live, number, call.op, work), after)
+        doing = functools.partial(work, request_id) if is_pass else work
+        queued = Queued(promise, functools.partial(_work, state, live, number, call.op, doing), after, is_pass=is_pass)
         try:
             released = live.lane.offer(number, queued)
         except ValueError:
@@ -300,7 +306,13 @@ def _release(state: State, live: LiveRun, released: Iterable[Queued]) -> None:
 
 
 def _begin(state: State, live: LiveRun, queued: Queued) -> None:
-    state.promises.follow(queued.promise, _execute(state, live, state.worker.run(queued.work), queued.after))
+    run, worker = live.run.model_id, state.worker
+    running: asyncio.Future[Any]
+    if queued.is_pass:
+        running = worker.run_pass(run, queued.promise.request_id, queued.work)
+    else:
+        running = worker.run_for(run, queued.work)
+    state.promises.follow(queued.promise, _execute(state, live, running, queued.after))
 
 
 async def spend_number(state: State, numbered: tuple[str, int] | None, body: bytes, why: str) -> None:
