@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tinkex.engine import EngineError
-from tinkex.engine.decoder import Decoder, DecoderConfig, PackedAttention, hidden_states
+from tinkex.engine.attention import PackedAttention
+from tinkex.engine.decoder import Decoder, DecoderConfig, hidden_states
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.engine.weights import load_decoder, resolve
 
@@ -31,7 +32,7 @@ def load(directory: Path) -> Decoder:
 
 def packed_logits(model: Decoder, sequences: list[torch.Tensor], runs: list[tuple[int, int]]) -> torch.Tensor:
     positions = torch.cat([torch.arange(len(s)) for s in sequences])
-    hidden = hidden_states(model, torch.cat(sequences), positions, PackedAttention(runs))
+    hidden = hidden_states(model, torch.cat(sequences), positions, PackedAttention(runs, model.attention))
     return hidden @ model.head.weight_ND.t()
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from tinkex.engine import EngineError
+from tinkex.engine.attention import AttentionRule, soft_cap
 from tinkex.engine.lora import Factors, Gradients, Linear, lora_linear
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
-SHORT = 64
-"""Sequences up to this length are attended by plain products on a CPU (measured: the fused kernel wins beyond)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,8 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     rope: Mapping[str, Any]
+    attention: tuple[AttentionRule, ...]
+    logit_cap: float | None
 
     @classmethod
     def read(cls, directory: Path) -> DecoderConfig:
@@ -76,16 +77,17 @@ class DecoderConfig:
         arch = fields.get("model_type")
         _refuse_uncovered(fields)
         hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
+        head_dim, layers = int(fields.get("head_dim") or hidden // heads), int(fields["num_hidden_layers"])
         attention_bias = bool(fields.get("attention_bias", False))
         return cls(
             arch=str(arch),
             vocab=int(fields["vocab_size"]),
             hidden=hidden,
             mlp=int(fields["intermediate_size"]),
-            layers=int(fields["num_hidden_layers"]),
+            layers=layers,
             heads=heads,
             kv_heads=int(fields.get("num_key_value_heads") or heads),
-            head_dim=int(fields.get("head_dim") or hidden // heads),
+            head_dim=head_dim,
             context=int(fields["max_position_embeddings"]),
             norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
             tied=bool(fields.get("tie_word_embeddings", False)),
@@ -94,6 +96,8 @@ class DecoderConfig:
             mlp_bias=bool(fields.get("mlp_bias", False)),
             qk_norm=arch == "qwen3",
             rope=_rope(fields),
+            attention=(AttentionRule(head_dim**-0.5),) * layers,
+            logit_cap=None,
         )
 
 
@@ -160,23 +164,6 @@ class Layer:
     k_norm_C: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """A base model: frozen weights and the configuration that gives them meaning."""
-
-    config: DecoderConfig
-    embed_VD: torch.Tensor
-    layers: Sequence[Layer]
-    norm_D: torch.Tensor
-    head: Linear
-    frequencies: torch.Tensor
-
-    def linears(self) -> list[Linear]:
-        """Every layer that can carry LoRA factors, in a fixed order."""
-        inner = [linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        return [*inner, self.head]
-
-
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of one layer: (layer, q_THC, k_TGC, v_TGC) -> [T, H*C]."""
 
@@ -202,6 +189,34 @@ class Lora:
 
 BARE = Lora({})
 """No adapter: the base model as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A base model: frozen weights and the configuration that gives them meaning."""
+
+    config: DecoderConfig
+    embed_VD: torch.Tensor
+    layers: Sequence[Layer]
+    norm_D: torch.Tensor
+    head: Linear
+    frequencies: torch.Tensor
+
+    def linears(self) -> list[Linear]:
+        """Every layer that can carry LoRA factors, in a fixed order."""
+        inner = [linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return [*inner, self.head]
+
+    @property
+    def attention(self) -> Sequence[AttentionRule]:
+        """How each layer attends: for whoever passes an `Attend`."""
+        return self.config.attention
+
+    def logits(
+        self, hidden_TD: torch.Tensor, lora: Adaptation = BARE, rows_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What the head makes of hidden states, within the model's bound; `rows_T` as for `Adaptation.linear`."""
+        return soft_cap(lora.linear(hidden_TD, self.head, rows_T), self.config.logit_cap)
 
 
 def hidden_states(
@@ -320,58 +335,3 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(grads[0], up, out=d_gate)
         torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class PackedAttention:
-    """Causal attention within packed sequences, given as runs of (count B, length L): one call per run.
-
-    Whoever packs puts sequences of equal length side by side, so that many short ones cost one call.
-    """
-
-    runs: Sequence[tuple[int, int]]
-
-    def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
-        """Attend; every layer alike."""
-        rows = [count * length for count, length in self.runs]
-        parts = zip(self.runs, *(torch.split(x, rows) for x in (q_THC, k_TGC, v_TGC)), strict=True)
-        mixed = [causal(*(x.view(*run, *x.shape[1:]) for x in qkv)) for run, *qkv in parts]
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-
-
-def causal(q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor) -> torch.Tensor:
-    """Causal attention of B sequences of one length; returns `[B*L, H*C]`."""
-    count, length, heads, channels = q_BLHC.shape
-    groups = k_BLGC.shape[2]
-    if length > SHORT or q_BLHC.device.type != "cpu":
-        q, k, v = (x.transpose(1, 2) for x in (q_BLHC, k_BLGC, v_BLGC))
-        mixed_BHLC = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != groups)
-        return mixed_BHLC.transpose(1, 2).reshape(count * length, -1)
-    # The heads that share keys become more rows of one product: (B G, H/G L, C) against (B G, L, C).
-    split = (count, length, groups, heads // groups, channels)
-    q = q_BLHC.reshape(split).permute(0, 2, 3, 1, 4).reshape(count * groups, -1, channels)
-    k, v = (x.transpose(1, 2).reshape(count * groups, length, channels) for x in (k_BLGC, v_BLGC))
-    mixed: torch.Tensor = _ShortAttention.apply(q, k, v)  # type: ignore[no-untyped-call]
-    split = (count, groups, heads // groups, length, channels)
-    return mixed.view(split).permute(0, 3, 1, 2, 4).reshape(count * length, -1)
-
-
-class _ShortAttention(torch.autograd.Function):
-    """Causal attention by batched products: for many short sequences on a CPU twice as quick as the fused kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, q_NRC: torch.Tensor, k_NLC: torch.Tensor, v_NLC: torch.Tensor) -> torch.Tensor:
-        length = k_NLC.shape[1]
-        future = torch.full((length, length), -torch.inf, dtype=q_NRC.dtype, device=q_NRC.device).triu_(1)
-        mask = future.repeat(q_NRC.shape[1] // length, 1)
-        scale = q_NRC.shape[2] ** -0.5
-        probs = torch.baddbmm(mask, q_NRC, k_NLC.transpose(1, 2), alpha=scale).softmax(-1)
-        ctx.save_for_backward(q_NRC, k_NLC, v_NLC, probs)
-        return probs @ v_NLC
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        q, k, v, probs = ctx.saved_tensors
-        d_probs = grads[0] @ v.transpose(1, 2)
-        d_scores = torch.ops.aten._softmax_backward_data(d_probs, probs, -1, probs.dtype).mul_(q.shape[2] ** -0.5)
-        return d_scores @ k, d_scores.transpose(1, 2) @ q, probs.transpose(1, 2) @ grads[0]

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from tinkex.engine import ADAMW, EngineError
-from tinkex.engine.decoder import BARE, Decoder, Lora, PackedAttention, hidden_states
+from tinkex.engine.attention import PackedAttention
+from tinkex.engine.decoder import BARE, Decoder, Lora, hidden_states
 from tinkex.engine.lora import Factors, Gradients, Layout, Linear, lora_backward, lora_linear
 from tinkex.engine.losses import Examples, Room
 from tinkex.engine.objectives import Evaluated, Objective
@@ -78,7 +79,8 @@ def run_pass(
     with torch.set_grad_enabled(backward):
         for indices in micro_batches(examples, micro_batch_tokens):
             packed = Packed.of(examples, indices, model.embed_VD)
-            hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, PackedAttention(packed.runs), lora)
+            attend = PackedAttention(packed.runs, model.attention)
+            hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, attend, lora)
             logprobs_M = target_logprobs(model.head, hidden_TD, packed.rows_M, packed.targets_M, lora)
             evaluated = objective.evaluate(logprobs_M, examples, indices, backward=backward)
             results.put(indices, logprobs_M, evaluated)
