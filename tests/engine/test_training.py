@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
-from tinkex.engine import EngineError, decoder, run_pass, trainer
+from tinkex.engine import EngineError, attention, decoder, run_pass, trainer
 from tinkex.engine.lora import Layout
 from tinkex.engine.optim import AdamState, State, step
 from tinkex.engine.torch_engine import TorchEngine
@@ -62,7 +62,7 @@ def test_pass_equals_float64_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trainer, "LOGITS_BUDGET", 10 * 96)  # several chunks of logits
-    monkeypatch.setattr(decoder, "SHORT", short)  # both kinds of attention
+    monkeypatch.setattr(attention, "SHORT", short)  # both kinds of attention
     monkeypatch.setattr(trainer, "KEPT_LOGITS", kept)  # recomputed in backward, or not
     engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1, micro_batch_tokens=40)
     engine.create("a", "m", LoraConfig(rank=4, **flags))

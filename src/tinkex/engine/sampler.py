@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from tinkex.engine import DrawnToken, EngineError, Listener, SampleDone
-from tinkex.engine.decoder import Decoder, Lora, causal, hidden_states
+from tinkex.engine.attention import causal, soft_cap
+from tinkex.engine.decoder import Decoder, Lora, hidden_states
 from tinkex.engine.losses import read_tokens
 from tinkex.engine.trainer import LOGITS_BUDGET, log_softmax
 from tinkex.types.sampling import (
@@ -175,7 +176,7 @@ class Cache:
         config = model.config
         shape = (config.layers, 2, 1, config.kv_heads, length, config.head_dim)
         self._kv = torch.empty(shape, dtype=model.embed_VD.dtype, device=model.embed_VD.device)
-        self._scale = config.head_dim**-0.5
+        self._rules = model.attention
         self._length = 0
 
     def prefill(self, layer: int, q_PHC: torch.Tensor, k_PGC: torch.Tensor, v_PGC: torch.Tensor) -> torch.Tensor:
@@ -183,7 +184,7 @@ class Cache:
         self._length = k_PGC.shape[0]
         self._kv[layer, 0, 0, :, : self._length] = k_PGC.transpose(0, 1)
         self._kv[layer, 1, 0, :, : self._length] = v_PGC.transpose(0, 1)
-        return causal(q_PHC[None], k_PGC[None], v_PGC[None])
+        return causal(q_PHC[None], k_PGC[None], v_PGC[None], self._rules[layer])
 
     def extend(self) -> int:
         """Make room for one more position and return it."""
@@ -199,8 +200,12 @@ class Cache:
         keys_BGSC, values_BGSC = self._kv[layer, :, :, :, : self._length]
         keys_BGSC[:, :, -1], values_BGSC[:, :, -1] = k_BGC, v_BGC
         q = q_BHC.reshape(*k_BGC.shape[:2], -1, k_BGC.shape[2])
-        scores = ((q * self._scale) @ keys_BGSC.transpose(2, 3)).softmax(-1)
-        mixed: torch.Tensor = (scores @ values_BGSC).reshape(q_BHC.shape[0], -1)
+        rule = self._rules[layer]
+        seen = slice(None if rule.window is None else -rule.window, None)
+        scores = (
+            soft_cap((q * rule.scale) @ keys_BGSC[:, :, seen].transpose(2, 3), rule.softcap).softmax(-1).to(q.dtype)
+        )
+        mixed: torch.Tensor = (scores @ values_BGSC[:, :, seen]).reshape(q_BHC.shape[0], -1)
         return mixed
 
     def repeat(self, rows: int) -> None:
@@ -360,7 +365,7 @@ class Job:
         return hidden_states(self._source.model, tokens_T, positions_T, attend, self._source.lora)
 
     def _logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return self._source.lora.linear(hidden_TD, self._source.model.head)
+        return self._source.model.logits(hidden_TD, self._source.lora)
 
     def _prefill(self) -> torch.Tensor:
         self._cache = Cache(self._source.model, self._prompt.size)

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from tinkex.engine import ADAMW, EngineError, PassDone
-from tinkex.engine.decoder import Decoder, PackedAttention, hidden_states
+from tinkex.engine.attention import PackedAttention, soft_cap, soft_cap_slope
+from tinkex.engine.decoder import Decoder, hidden_states
 from tinkex.engine.lora import Factors, Layout, Linear
 from tinkex.engine.losses import Examples, Room
 from tinkex.engine.mixture import ROWS, Mixture, Span
@@ -280,9 +281,9 @@ def run(chosen: Sequence[tuple[Pass, list[int]]]) -> Iterator[tuple[Pass, Except
     mixture = Mixture([_span(work, rows) for (work, _), rows in zip(chosen, packed.spans, strict=True)], packed.device)
     outcomes: list[tuple[Pass, Exception | None]] = []
     with torch.set_grad_enabled(wants_gradient):
-        attend = PackedAttention(packed.runs)
+        attend = PackedAttention(packed.runs, model.attention)
         hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, attend, mixture)
-        logprobs_M = target_logprobs(model.head, hidden_TD, packed.rows_M, packed.targets_M, mixture)
+        logprobs_M = target_logprobs(model, hidden_TD, packed.rows_M, packed.targets_M, mixture)
         grads: list[torch.Tensor] = []
         for (work, piece), part in zip(chosen, torch.split(logprobs_M.detach(), packed.sizes), strict=True):
             grad, error = _evaluate(work, piece, part)
@@ -429,11 +430,11 @@ def _check_finite(what: str, values: Array, starts: Array, indices: list[int]) -
 
 
 def target_logprobs(
-    head: Linear, hidden_TD: torch.Tensor, rows_M: torch.Tensor, targets_M: torch.Tensor, mixture: Mixture
+    model: Decoder, hidden_TD: torch.Tensor, rows_M: torch.Tensor, targets_M: torch.Tensor, mixture: Mixture
 ) -> torch.Tensor:
     """Log-probabilities of targets (target m belongs to row `rows_M[m]`, ascending), never holding all logits."""
     logprobs_M: torch.Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, mixture.anchor, head, rows_M, targets_M, mixture
+        hidden_TD, mixture.anchor, model.head, rows_M, targets_M, mixture, model.config.logit_cap
     )
     return logprobs_M
 
@@ -474,17 +475,19 @@ class _TargetLogprobs(torch.autograd.Function):
         rows_M: torch.Tensor,
         targets_M: torch.Tensor,
         mixture: Mixture,
+        cap: float | None,
     ) -> torch.Tensor:
-        keep = anchor is not None and hidden_TD.shape[0] * head.weight_ND.shape[0] <= KEPT_LOGITS
+        # The slope of a cap is read off the logits, which are not what is kept.
+        keep = anchor is not None and cap is None and hidden_TD.shape[0] * head.weight_ND.shape[0] <= KEPT_LOGITS
         out, kept = [], []
         for rows, span in _chunks(head, rows_M, mixture):
             logits_TV, _ = mixed_forward(hidden_TD[rows], head, mixture.shares(head, rows.start, rows.stop))
-            logprobs_TV = log_softmax(logits_TV)
+            logprobs_TV = log_softmax(soft_cap(logits_TV, cap))
             out.append(logprobs_TV[rows_M[span] - rows.start, targets_M[span]])
             if keep:
                 kept.append(logprobs_TV)
         ctx.save_for_backward(hidden_TD, rows_M, targets_M)
-        ctx.head, ctx.mixture, ctx.kept = head, mixture, kept
+        ctx.head, ctx.mixture, ctx.cap, ctx.kept = head, mixture, cap, kept
         return torch.cat(out)
 
     @staticmethod
@@ -493,18 +496,22 @@ class _TargetLogprobs(torch.autograd.Function):
         dhidden_TD = torch.empty_like(hidden_TD)
         for chunk, (rows, span) in enumerate(_chunks(ctx.head, rows_M, ctx.mixture)):
             shares = ctx.mixture.shares(ctx.head, rows.start, rows.stop)
-            x_TD = hidden_TD[rows]
+            x_TD, slope_TV = hidden_TD[rows], None
             if ctx.kept:
                 logprobs_TV = ctx.kept[chunk]
                 lows = [x_TD[share.start : share.stop] @ share.factors.a_RD.t() for share in shares]
             else:
                 logits_TV, lows = mixed_forward(x_TD, ctx.head, shares)
+                logits_TV = soft_cap(logits_TV, ctx.cap)
+                slope_TV = None if ctx.cap is None else soft_cap_slope(logits_TV, ctx.cap)
                 logprobs_TV = log_softmax(logits_TV)
             dlogits_TV = _logit_gradient(logprobs_TV, rows_M[span] - rows.start, targets_M[span], grads[0][span])
+            if slope_TV is not None:
+                dlogits_TV.mul_(slope_TV)
             dx_TD = mixed_backward(dlogits_TV.to(x_TD.dtype), x_TD, lows, ctx.head, shares, wants_input=True)
             assert dx_TD is not None
             dhidden_TD[rows] = dx_TD
-        return dhidden_TD, None, None, None, None, None
+        return dhidden_TD, None, None, None, None, None, None
 
 
 def log_softmax(logits_TV: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,154 @@
+"""Attention: what a layer may see and how it weighs it, and the ways of computing that.
+
+A layer's `AttentionRule` is all that training, prefill and decoding need to agree on. `causal` attends whole sequences,
+`attend` any queries to any keys under a mask (made by `visible`); neither knows about caches.
+
+Axes: T packed tokens, B sequences, L their length, Q queries, K keys, H query heads, G key/value heads (H is a multiple
+of G), C channels of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SHORT = 64
+"""Sequences up to this length are attended by plain products on a CPU (measured: the fused kernel wins beyond)."""
+BLOCK = 512
+"""How many queries of a sequence are attended at once where a mask has to be written out."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How one layer attends: the factor on q.k, how many tokens back it sees (itself included), its scores' bound."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+def visible(queries: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    """Whether the query at a position sees the key at another: positions `[..., Q]`, `[..., K]` -> `[..., Q, K]`."""
+    back = queries[..., :, None] - keys[..., None, :]
+    return back >= 0 if rule.window is None else (back >= 0) & (back < rule.window)
+
+
+def soft_cap(x: torch.Tensor, bound: float | None) -> torch.Tensor:
+    """Squash values into ±bound, in float32 at least: bound * tanh(x / bound); x itself where there is no bound."""
+    if bound is None:
+        return x
+    return torch.tanh(x.to(torch.promote_types(x.dtype, torch.float32)) / bound) * bound
+
+
+def soft_cap_slope(capped: torch.Tensor, bound: float) -> torch.Tensor:
+    """The derivative of `soft_cap`, from what it returned."""
+    return 1 - (capped / bound).square()
+
+
+def attend(
+    q_BQHC: torch.Tensor, k_BKGC: torch.Tensor, v_BKGC: torch.Tensor, seen: torch.Tensor, rule: AttentionRule
+) -> torch.Tensor:
+    """Attention under a mask, `[Q, K]` or `[B, Q, K]`, in which every query sees a key; returns `[B, Q, H*C]`."""
+    count, queries, heads, channels = q_BQHC.shape
+    groups = k_BKGC.shape[2]
+    seen = seen[..., None, :, :]
+    if rule.softcap is None:
+        q, k, v = (x.transpose(1, 2) for x in (q_BQHC, k_BKGC, v_BKGC))
+        if heads != groups and q.device.type != "cpu":  # there, kernels that take a mask want a key for every head
+            k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return mixed.transpose(1, 2).reshape(count, queries, -1)
+    # The heads that share keys are one more axis of the product, so that keys are read where they lie.
+    q = q_BQHC.view(count, queries, groups, -1, channels).permute(0, 2, 3, 1, 4)
+    k, v = (x.transpose(1, 2)[:, :, None] for x in (k_BKGC, v_BKGC))
+    scores = soft_cap((q * rule.scale) @ k.transpose(3, 4), rule.softcap)
+    probs = scores.masked_fill(~seen[..., None, :, :], -torch.inf).softmax(-1).to(v.dtype)
+    return (probs @ v).permute(0, 3, 1, 2, 4).reshape(count, queries, -1)
+
+
+def causal(q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    """Causal attention of B sequences of one length; returns `[B*L, H*C]`."""
+    count, length, heads, channels = q_BLHC.shape
+    groups = k_BLGC.shape[2]
+    if rule.softcap is not None or (rule.window is not None and rule.window < length):
+        return _by_blocks(q_BLHC, k_BLGC, v_BLGC, rule).view(count * length, -1)
+    if length > SHORT or q_BLHC.device.type != "cpu":
+        q, k, v = (x.transpose(1, 2) for x in (q_BLHC, k_BLGC, v_BLGC))
+        mixed_BHLC = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=rule.scale, enable_gqa=heads != groups
+        )
+        return mixed_BHLC.transpose(1, 2).reshape(count * length, -1)
+    # The heads that share keys become more rows of one product: (B G, H/G L, C) against (B G, L, C).
+    split = (count, length, groups, heads // groups, channels)
+    q = q_BLHC.reshape(split).permute(0, 2, 3, 1, 4).reshape(count * groups, -1, channels)
+    k, v = (x.transpose(1, 2).reshape(count * groups, length, channels) for x in (k_BLGC, v_BLGC))
+    mixed: torch.Tensor = _ShortAttention.apply(q, k, v, rule.scale)  # type: ignore[no-untyped-call]
+    split = (count, groups, heads // groups, length, channels)
+    return mixed.view(split).permute(0, 3, 1, 2, 4).reshape(count * length, -1)
+
+
+def _by_blocks(q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    """Block after block of queries, each against the keys it can see and no others."""
+    length = q_BLHC.shape[1]
+    positions = torch.arange(length, device=q_BLHC.device)
+    # Capped scores are no kernel's business and would all be kept for backward: it computes a block's again instead.
+    again = rule.softcap is not None and length > BLOCK and torch.is_grad_enabled()
+    mixed = []
+    for start in range(0, length, BLOCK):
+        rows = slice(start, min(start + BLOCK, length))
+        keys = slice(0 if rule.window is None else max(0, start - rule.window + 1), rows.stop)
+        parts = (q_BLHC[:, rows], k_BLGC[:, keys], v_BLGC[:, keys], visible(positions[rows], positions[keys], rule))
+        if again:
+            mixed.append(checkpoint(attend, *parts, rule, use_reentrant=False, preserve_rng_state=False))
+        else:
+            mixed.append(attend(*parts, rule))
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
+
+
+class _ShortAttention(torch.autograd.Function):
+    """Causal attention by batched products: for many short sequences on a CPU twice as quick as the fused kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, q_NRC: torch.Tensor, k_NLC: torch.Tensor, v_NLC: torch.Tensor, scale: float) -> torch.Tensor:
+        length = k_NLC.shape[1]
+        future = torch.full((length, length), -torch.inf, dtype=q_NRC.dtype, device=q_NRC.device).triu_(1)
+        mask = future.repeat(q_NRC.shape[1] // length, 1)
+        probs = torch.baddbmm(mask, q_NRC, k_NLC.transpose(1, 2), alpha=scale).softmax(-1)
+        ctx.save_for_backward(q_NRC, k_NLC, v_NLC, probs)
+        ctx.scale = scale
+        return probs @ v_NLC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        q, k, v, probs = ctx.saved_tensors
+        d_probs = grads[0] @ v.transpose(1, 2)
+        d_scores = torch.ops.aten._softmax_backward_data(d_probs, probs, -1, probs.dtype).mul_(ctx.scale)
+        return d_scores @ k, d_scores.transpose(1, 2) @ q, probs.transpose(1, 2) @ grads[0], None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAttention:
+    """Causal attention within packed sequences, given as runs of (count B, length L): one call per run.
+
+    Whoever packs puts sequences of equal length side by side, so that many short ones cost one call.
+    """
+
+    runs: Sequence[tuple[int, int]]
+    rules: Sequence[AttentionRule]
+
+    def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
+        """Attend, by the layer's rule."""
+        rows, rule = [count * length for count, length in self.runs], self.rules[layer]
+        parts = zip(self.runs, *(torch.split(x, rows) for x in (q_THC, k_TGC, v_TGC)), strict=True)
+        split = ([x.view(*run, *x.shape[1:]) for x in qkv] for run, *qkv in parts)
+        mixed = [causal(q, k, v, rule) for q, k, v in split]
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
