@@ -51,10 +51,11 @@ class _Base:
     directory: Path
     dtype: torch.dtype
     device: torch.device
+    config: DecoderConfig = field(init=False)
     about: BaseModel = field(init=False)
 
     def __post_init__(self) -> None:
-        config = DecoderConfig.read(self.directory)
+        config = self.config = DecoderConfig.read(self.directory)
         self.about = BaseModel(
             name=self.name,
             context_length=config.context,

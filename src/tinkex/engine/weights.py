@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -118,20 +118,32 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
     config = DecoderConfig.read(directory)
     with ExitStack() as stack:
         tensors = _Tensors(directory, stack)
-        source = _Source(config, tensors, dtype, device)
-        layers = [source.layer(index) for index in range(config.layers)]
-        embed = source.get("model.embed_tokens.weight", config.vocab, config.hidden)
-        head = embed if config.tied else source.get("lm_head.weight", config.vocab, config.hidden)
-        decoder = Decoder(
-            config=config,
-            embed_VD=embed,
-            layers=layers,
-            norm_D=source.norm("model.norm", config.hidden),
-            head=Linear("lm_head", "unembed", head, None, ["lm_head"], [config.vocab]),
-            frequencies=inverse_frequencies(config).to(device),
-        )
+        decoder = assemble(config, tensors, dtype, device)
         tensors.finish(["lm_head.weight"] if config.tied else [])
     return decoder
+
+
+class Tensors(Protocol):
+    """Where the weights of a model come from."""
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor, which must have this shape."""
+
+
+def assemble(config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Put a decoder together from its tensors."""
+    source = _Source(config, tensors, dtype, device)
+    layers = [source.layer(index) for index in range(config.layers)]
+    embed = source.get("model.embed_tokens.weight", config.vocab, config.hidden)
+    head = embed if config.tied else source.get("lm_head.weight", config.vocab, config.hidden)
+    return Decoder(
+        config=config,
+        embed_VD=embed,
+        layers=layers,
+        norm_D=source.norm("model.norm", config.hidden),
+        head=Linear("lm_head", "unembed", head, None, ["lm_head"], [config.vocab]),
+        frequencies=inverse_frequencies(config).to(device),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +151,7 @@ class _Source:
     """The parts of a decoder, read from a checkpoint's tensors."""
 
     config: DecoderConfig
-    tensors: _Tensors
+    tensors: Tensors
     dtype: torch.dtype
     device: torch.device
 
