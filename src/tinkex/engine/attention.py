@@ -135,20 +135,43 @@ class _ShortAttention(torch.autograd.Function):
         return d_scores @ k, d_scores.transpose(1, 2) @ q, probs.transpose(1, 2) @ grads[0], None
 
 
-@dataclass(frozen=True, slots=True)
 class PackedAttention:
-    """Causal attention within packed sequences, given as runs of (count B, length L): one call per run.
+    """Causal attention within packed sequences, given as runs of (count B, length L).
 
-    Whoever packs puts sequences of equal length side by side, so that many short ones cost one call.
+    On a CPU a run is one call: whoever packs puts sequences of equal length side by side. On an accelerator one kernel
+    takes sequences of any lengths.
     """
 
-    runs: Sequence[tuple[int, int]]
-    rules: Sequence[AttentionRule]
+    def __init__(
+        self, runs: Sequence[tuple[int, int]], rules: Sequence[AttentionRule], device: torch.device | str = "cpu"
+    ) -> None:
+        self._runs, self._rules = runs, rules
+        self._longest = max(length for _, length in runs)
+        self._bounds: torch.Tensor | None = None
+        if torch.device(device).type == "cuda":
+            lengths = [length for count, length in runs for _ in range(count)]
+            self._bounds = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
 
     def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
         """Attend, by the layer's rule."""
-        rows, rule = [count * length for count, length in self.runs], self.rules[layer]
-        parts = zip(self.runs, *(torch.split(x, rows) for x in (q_THC, k_TGC, v_TGC)), strict=True)
+        rule = self._rules[layer]
+        if self._bounds is not None and rule.softcap is None and q_THC.dtype in (torch.bfloat16, torch.float16):
+            return self._at_once(q_THC, k_TGC, v_TGC, self._bounds, rule)
+        rows = [count * length for count, length in self._runs]
+        parts = zip(self._runs, *(torch.split(x, rows) for x in (q_THC, k_TGC, v_TGC)), strict=True)
         split = ([x.view(*run, *x.shape[1:]) for x in qkv] for run, *qkv in parts)
         mixed = [causal(q, k, v, rule) for q, k, v in split]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _at_once(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor:
+        longest = self._longest
+        window = None if rule.window is None else rule.window - 1
+        mixed: torch.Tensor = torch.ops.aten._flash_attention_forward(
+            *(q, k, v, bounds, bounds, longest, longest, 0.0, True, False),
+            scale=rule.scale,
+            window_size_left=window,
+            window_size_right=None if window is None else 0,
+        )[0]
+        return mixed.flatten(1)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from tinkex.engine.attention import AttentionRule, soft_cap
 from tinkex.engine.config import DecoderConfig
+from tinkex.engine.elementwise import add_norm, gated, norm, turned_heads
 from tinkex.engine.lora import Factors, Linear
 from tinkex.engine.mixture import Share, forward
 
@@ -96,6 +97,11 @@ class Layer:
     post_attention_norm_D: torch.Tensor | None = None
     post_mlp_norm_D: torch.Tensor | None = None
 
+    @property
+    def head_norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The norms of queries and keys, where a family has them."""
+        return None if self.q_norm_C is None or self.k_norm_C is None else (self.q_norm_C, self.k_norm_C)
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
@@ -130,21 +136,25 @@ def hidden_states(
     model: Decoder, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, lora: Adaptation = BARE
 ) -> torch.Tensor:
     """Run the decoder on packed tokens; returns the normalised hidden states `[T, D]` that the head reads."""
-    config = model.config
+    config, eps = model.config, model.config.norm_eps
     x_TD = F.embedding(tokens_T, model.embed_VD)
     if config.embed_scale != 1.0:
         x_TD = x_TD * torch.tensor(config.embed_scale, dtype=x_TD.dtype)  # rounded as the weights are
     turns = _turns(model, positions_T, x_TD.dtype)
-    for index, layer in enumerate(model.layers):
-        normed_TD = _norm(x_TD, layer.input_norm_D, config.norm_eps)
-        q, k, v = _heads(config, layer, lora.linear(normed_TD, layer.qkv))
-        if (kind := config.rotary[index]) is not None:
-            q, k = rotate(q, *turns[kind]), rotate(k, *turns[kind])
+    sizes = (config.heads, config.kv_heads, config.kv_heads)
+    norms_D = [*(layer.input_norm_D for layer in model.layers[1:]), model.norm_D]
+    normed_TD = norm(x_TD, model.layers[0].input_norm_D, eps)
+    for index, (layer, next_norm_D) in enumerate(zip(model.layers, norms_D, strict=True)):
+        kind = config.rotary[index]
+        q, k, v = turned_heads(
+            lora.linear(normed_TD, layer.qkv), sizes, layer.head_norms, None if kind is None else turns[kind], eps
+        )
         mixed_TD = lora.linear(attend(index, q, k, v), layer.o)
-        x_TD = x_TD + _optional_norm(mixed_TD, layer.post_attention_norm_D, config.norm_eps)
-        fed_TD = layer.mlp(_norm(x_TD, layer.mlp_norm_D, config.norm_eps), lora)
-        x_TD = x_TD + _optional_norm(fed_TD, layer.post_mlp_norm_D, config.norm_eps)
-    return _norm(x_TD, model.norm_D, config.norm_eps)
+        mixed_TD = _optional_norm(mixed_TD, layer.post_attention_norm_D, eps)
+        x_TD, normed_TD = add_norm(x_TD, mixed_TD, layer.mlp_norm_D, eps)
+        fed_TD = _optional_norm(layer.mlp(normed_TD, lora), layer.post_mlp_norm_D, eps)
+        x_TD, normed_TD = add_norm(x_TD, fed_TD, next_norm_D, eps)
+    return normed_TD
 
 
 def _turns(model: Decoder, positions_T: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -154,111 +164,4 @@ def _turns(model: Decoder, positions_T: torch.Tensor, dtype: torch.dtype) -> lis
 
 
 def _optional_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return x if weight is None else _norm(x, weight, eps)
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over the last axis, in the precision of its weight."""
-    if x.dtype != weight.dtype:
-        return _norm(x.to(weight.dtype), weight, eps).to(x.dtype)
-    if not x.requires_grad:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    normed: torch.Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-    return normed
-
-
-class _Norm(torch.autograd.Function):
-    """With y = x r w and r = 1 / rms(x): dx = r (g - x r^2 mean(g x)), g = dy w. Half of autograd's time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return F.rms_norm(x, weight.shape, weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        size = x.shape[-1]
-        mean_square = torch.linalg.vecdot(x, x)[..., None].div_(size)
-        scale = torch.rsqrt_(mean_square.add_(ctx.eps))
-        g = grads[0] * weight
-        pull = torch.linalg.vecdot(g, x)[..., None] * scale**3 / size
-        return g.mul_(scale).addcmul_(x, pull, value=-1), None, None
-
-
-def _heads(
-    config: DecoderConfig, layer: Layer, qkv_TN: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    sizes = [config.heads, config.kv_heads, config.kv_heads]
-    q, k, v = torch.split(qkv_TN.view(qkv_TN.shape[0], -1, config.head_dim), sizes, dim=1)
-    return _optional_norm(q, layer.q_norm_C, config.norm_eps), _optional_norm(k, layer.k_norm_C, config.norm_eps), v
-
-
-def rotate(x_THC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding: channel c turns together with channel c + C/2."""
-    if not x_THC.requires_grad:
-        return _rotated(x_THC, cos, sin)
-    rotated: torch.Tensor = _Rotate.apply(x_THC, cos, sin)  # type: ignore[no-untyped-call]
-    return rotated
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
-    return out
-
-
-class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back: two passes over memory instead of autograd's eight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, -sin), None, None
-
-
-def gated(gate_up_TN: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up, of the two halves of the fused projection."""
-    if not gate_up_TN.requires_grad:
-        return _gated(gate_up_TN, activation)
-    out: torch.Tensor = _Gated.apply(gate_up_TN, activation)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
-
-
-class _Gated(torch.autograd.Function):
-    """Keeps the fused projection alone and writes its gradient in place: no split, no concatenation."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.activation = activation
-        return _gated(gate_up, activation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = torch.empty_like(gate_up)
-        d_gate, d_up = out.chunk(2, dim=-1)
-        torch.mul(grads[0], up, out=d_gate)
-        if ctx.activation == "silu":
-            torch.ops.aten.silu.out(gate, out=d_up)
-            torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
-        else:
-            torch.ops.aten.gelu.out(gate, approximate="tanh", out=d_up)
-            torch.ops.aten.gelu_backward.grad_input(d_gate, gate, approximate="tanh", grad_input=d_gate)
-        d_up.mul_(grads[0])
-        return out, None
+    return x if weight is None else norm(x, weight, eps)

@@ -51,6 +51,9 @@ LEAST_ROWS = 64
 KEPT_LOGITS = 1 << 24
 """A step with no more logits than this keeps them for backward; one with more computes them again."""
 
+ROOMIER = 64
+"""An accelerator takes so many times as much of both."""
+
 MOST_PIECES = 64
 """How many pieces a step takes: each costs some small products of its own."""
 
@@ -281,7 +284,7 @@ def run(chosen: Sequence[tuple[Pass, list[int]]]) -> Iterator[tuple[Pass, Except
     mixture = Mixture([_span(work, rows) for (work, _), rows in zip(chosen, packed.spans, strict=True)], packed.device)
     outcomes: list[tuple[Pass, Exception | None]] = []
     with torch.set_grad_enabled(wants_gradient):
-        attend = PackedAttention(packed.runs, model.attention)
+        attend = PackedAttention(packed.runs, model.attention, packed.device)
         hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, attend, mixture)
         logprobs_M = target_logprobs(model, hidden_TD, packed.rows_M, packed.targets_M, mixture)
         grads: list[torch.Tensor] = []
@@ -439,12 +442,16 @@ def target_logprobs(
     return logprobs_M
 
 
+def _allowed(logits: int, where: torch.Tensor) -> int:
+    return logits * ROOMIER if where.is_cuda else logits
+
+
 def _chunks(head: Linear, rows_M: torch.Tensor, mixture: Mixture) -> Iterator[tuple[slice, slice]]:
     """Slices of rows whose logits fit the budget, with the slices of targets that belong to them.
 
     Spans that fit a chunk are never cut, and one that does not is cut by itself: neighbours decide nothing.
     """
-    room = max(LEAST_ROWS, LOGITS_BUDGET // head.weight_ND.shape[0]) // ROWS * ROWS
+    room = max(LEAST_ROWS, _allowed(LOGITS_BUDGET, rows_M) // head.weight_ND.shape[0]) // ROWS * ROWS
     stops: list[int] = []
     begun = end = 0
     for span in mixture.spans:
@@ -477,15 +484,15 @@ class _TargetLogprobs(torch.autograd.Function):
         mixture: Mixture,
         cap: float | None,
     ) -> torch.Tensor:
-        # The slope of a cap is read off the logits, which are not what is kept.
-        keep = anchor is not None and cap is None and hidden_TD.shape[0] * head.weight_ND.shape[0] <= KEPT_LOGITS
+        keep = anchor is not None and hidden_TD.shape[0] * head.weight_ND.shape[0] <= _allowed(KEPT_LOGITS, rows_M)
         out, kept = [], []
         for rows, span in _chunks(head, rows_M, mixture):
             logits_TV, _ = mixed_forward(hidden_TD[rows], head, mixture.shares(head, rows.start, rows.stop))
-            logprobs_TV = log_softmax(soft_cap(logits_TV, cap))
+            logits_TV = soft_cap(logits_TV, cap)
+            logprobs_TV = log_softmax(logits_TV)
             out.append(logprobs_TV[rows_M[span] - rows.start, targets_M[span]])
-            if keep:
-                kept.append(logprobs_TV)
+            if keep:  # what is smaller; and the slope of a cap is read off the logits
+                kept.append(logprobs_TV if cap is None and logits_TV.dtype == logprobs_TV.dtype else logits_TV)
         ctx.save_for_backward(hidden_TD, rows_M, targets_M)
         ctx.head, ctx.mixture, ctx.cap, ctx.kept = head, mixture, cap, kept
         return torch.cat(out)
@@ -496,18 +503,18 @@ class _TargetLogprobs(torch.autograd.Function):
         dhidden_TD = torch.empty_like(hidden_TD)
         for chunk, (rows, span) in enumerate(_chunks(ctx.head, rows_M, ctx.mixture)):
             shares = ctx.mixture.shares(ctx.head, rows.start, rows.stop)
-            x_TD, slope_TV = hidden_TD[rows], None
+            x_TD = hidden_TD[rows]
             if ctx.kept:
-                logprobs_TV = ctx.kept[chunk]
+                logits_TV, ctx.kept[chunk] = ctx.kept[chunk], None
                 lows = [x_TD[share.start : share.stop] @ share.factors.a_RD.t() for share in shares]
             else:
                 logits_TV, lows = mixed_forward(x_TD, ctx.head, shares)
                 logits_TV = soft_cap(logits_TV, ctx.cap)
-                slope_TV = None if ctx.cap is None else soft_cap_slope(logits_TV, ctx.cap)
-                logprobs_TV = log_softmax(logits_TV)
+            is_final = ctx.kept and ctx.cap is None and logits_TV.dtype == grads[0].dtype
+            logprobs_TV = logits_TV if is_final else log_softmax(logits_TV)
             dlogits_TV = _logit_gradient(logprobs_TV, rows_M[span] - rows.start, targets_M[span], grads[0][span])
-            if slope_TV is not None:
-                dlogits_TV.mul_(slope_TV)
+            if ctx.cap is not None:
+                dlogits_TV.mul_(soft_cap_slope(logits_TV, ctx.cap))
             dx_TD = mixed_backward(dlogits_TV.to(x_TD.dtype), x_TD, lows, ctx.head, shares, wants_input=True)
             assert dx_TD is not None
             dhidden_TD[rows] = dx_TD

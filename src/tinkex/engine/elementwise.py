@@ -1,0 +1,371 @@
+"""The operations between matrix products: norms, rotations, gates. Each goes over memory once, forward and backward.
+
+On a CPU that takes a few operations in place, with gradients by hand. On an accelerator the plain formulas, in float32
+inside, are compiled into one kernel each; they are compiled when first used, for any number of tokens.
+
+Axes: T packed tokens, D hidden, H query heads, G key/value heads, C channels of a head, N outputs of a linear layer,
+F mlp (N = 2 F).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+T = TypeVar("T")
+logger = logging.getLogger("tinkex.engine")
+
+
+def compiled(function: Callable[..., T]) -> Callable[..., T]:
+    """A function of tensors on an accelerator as one kernel, made when it is first called."""
+    kernel: Callable[..., T] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any) -> T:
+        nonlocal kernel
+        if kernel is not None:
+            return kernel(*args)
+        kernel = torch.compile(function, dynamic=True)
+        try:
+            return kernel(*args)
+        except Exception:
+            logger.warning("%s cannot be compiled here, and will be slow", function.__name__, exc_info=True)
+            kernel = function
+            return function(*args)
+
+    return call
+
+
+# ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm over the last axis, in the precision of its weight."""
+    if not x.requires_grad:
+        return _normed(x, weight, eps)
+    normed: torch.Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+def add_norm(
+    x: torch.Tensor, share: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of a token's state and a share, and the norm of that sum."""
+    if not (x.requires_grad or share.requires_grad):
+        return _summed_normed(x, share, weight, eps)
+    summed, normed = _AddNorm.apply(x, share, weight, eps)  # type: ignore[no-untyped-call]
+    return summed, normed
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if x.is_cuda:
+        return _norm_formula(x, weight, eps)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def _summed_normed(
+    x: torch.Tensor, share: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.is_cuda:
+        return _add_norm_formula(x, share, weight, eps)
+    summed = x + share
+    return summed, _normed(summed, weight, eps)
+
+
+def _norm_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """With y = x r w and r = 1 / rms(x): dx = r (g - x r^2 mean(g x)), g = dy w."""
+    if x.dtype != weight.dtype:
+        return _norm_gradient(dy.to(weight.dtype), x.to(weight.dtype), weight, eps).to(x.dtype)
+    size = x.shape[-1]
+    mean_square = torch.linalg.vecdot(x, x)[..., None].div_(size)
+    scale = torch.rsqrt_(mean_square.add_(eps))
+    g = dy * weight
+    pull = torch.linalg.vecdot(g, x)[..., None] * scale**3 / size
+    return g.mul_(scale).addcmul_(x, pull, value=-1)
+
+
+def _norm_plain(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def _norm_gradient_plain(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide, g = x.float(), dy.float() * weight.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return scale * (g - wide * (scale.square() * (g * wide).mean(-1, keepdim=True)))
+
+
+@compiled
+def _norm_formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _norm_plain(x, weight, eps)
+
+
+@compiled
+def _norm_gradient_formula(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _norm_gradient_plain(dy, x, weight, eps).to(x.dtype)
+
+
+@compiled
+def _add_norm_formula(
+    x: torch.Tensor, share: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    summed = x + share
+    return summed, _norm_plain(summed, weight, eps)
+
+
+@compiled
+def _add_norm_gradient_formula(
+    dsummed: torch.Tensor, dy: torch.Tensor, summed: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return (dsummed.float() + _norm_gradient_plain(dy, summed, weight, eps)).to(summed.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _normed(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        gradient = _norm_gradient_formula if x.is_cuda else _norm_gradient
+        return gradient(grads[0], x, weight, ctx.eps), None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    """What comes back through the sum and through its norm is added up where it is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, share: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+        summed, normed = _summed_normed(x, share, weight, eps)
+        ctx.save_for_backward(summed, weight)
+        ctx.eps = eps
+        return summed, normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        summed, weight = ctx.saved_tensors
+        if summed.is_cuda:
+            dx = _add_norm_gradient_formula(grads[0], grads[1], summed, weight, ctx.eps)
+        else:
+            dx = _norm_gradient(grads[1], summed, weight, ctx.eps).add_(grads[0])
+        return dx, dx, None, None
+
+
+# ── rotations ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rotate(x_THC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding: channel c turns together with channel c + C/2."""
+    if not x_THC.requires_grad:
+        return _rotated(x_THC, cos, sin)
+    rotated: torch.Tensor = _Rotate.apply(x_THC, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    if x.is_cuda:
+        return _rotate_formula(x, cos, sin)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out
+
+
+def _rotate_plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+@compiled
+def _rotate_formula(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return _rotate_plain(x, cos.float(), sin.float()).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back: two passes over memory instead of autograd's eight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, -sin), None, None
+
+
+# ── heads: the fused projection into queries, keys and values, normed and turned ─────────────────────────────────
+
+
+def turned_heads(
+    qkv_TN: torch.Tensor,
+    sizes: tuple[int, int, int],
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    turn: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys, values `[T, heads, C]` of their fused projection; `turn` has cosines and sines `[T, 1, C/2]`."""
+    if qkv_TN.is_cuda and turn is not None:
+        weights = norms or (None, None)
+        q, k, v = _TurnedHeads.apply(qkv_TN, sizes, *weights, *turn, eps)  # type: ignore[no-untyped-call]
+        return q, k, v
+    q, k, v = torch.split(qkv_TN.view(qkv_TN.shape[0], sum(sizes), -1), list(sizes), dim=1)
+    if norms is not None:
+        q, k = norm(q, norms[0], eps), norm(k, norms[1], eps)
+    if turn is not None:
+        q, k = rotate(q, *turn), rotate(k, *turn)
+    return q, k, v
+
+
+def _turned_plain(
+    x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> torch.Tensor:
+    wide = x.float()
+    if weight is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return _rotate_plain(wide, cos, sin)
+
+
+@compiled
+def _heads_formula(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = cos.float(), sin.float()
+    return (
+        _turned_plain(q, q_weight, cos, sin, eps).to(q.dtype),
+        _turned_plain(k, k_weight, cos, sin, eps).to(k.dtype),
+    )
+
+
+@compiled
+def _heads_gradient_formula(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    cos, sin = cos.float(), -sin.float()
+    parts = [
+        turned if weight is None else _norm_gradient_plain(turned, x, weight, eps)
+        for turned, x, weight in (
+            (_rotate_plain(dq, cos, sin), q, q_weight),
+            (_rotate_plain(dk, cos, sin), k, k_weight),
+        )
+    ]
+    whole = torch.cat([*parts, dv.float()], dim=1)
+    return whole.to(dq.dtype).view(dq.shape[0], -1)
+
+
+class _TurnedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: torch.Tensor,
+        sizes: tuple[int, int, int],
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        eps: float,
+    ) -> Any:
+        q, k, v = torch.split(qkv.view(qkv.shape[0], sum(sizes), -1), list(sizes), dim=1)
+        ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
+        ctx.sizes, ctx.eps = sizes, eps
+        turned_q, turned_k = _heads_formula(q, k, q_weight, k_weight, cos, sin, eps)
+        return turned_q, turned_k, v.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        q, k, _ = torch.split(qkv.view(qkv.shape[0], sum(ctx.sizes), -1), list(ctx.sizes), dim=1)
+        dqkv = _heads_gradient_formula(*grads, q, k, q_weight, k_weight, cos, sin, ctx.eps)
+        return dqkv, None, None, None, None, None, None
+
+
+# ── gates ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gated(gate_up_TN: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up, of the two halves of the fused projection."""
+    if not gate_up_TN.requires_grad:
+        return _gated(gate_up_TN, activation)
+    out: torch.Tensor = _Gated.apply(gate_up_TN, activation)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    if gate_up.is_cuda:
+        return _gate_formula(gate_up, activation)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+
+
+def _active(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+@compiled
+def _gate_formula(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (_active(gate, activation) * up).to(gate_up.dtype)
+
+
+@compiled
+def _gate_gradient_formula(dy: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    wide = dy.float()
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation == "silu":
+        dgate = torch.ops.aten.silu_backward(wide * up, gate)
+    else:
+        dgate = torch.ops.aten.gelu_backward(wide * up, gate, approximate="tanh")
+    return torch.cat([dgate, wide * _active(gate, activation)], dim=-1).to(gate_up.dtype)
+
+
+class _Gated(torch.autograd.Function):
+    """Keeps the fused projection alone and writes its gradient in place: no split, no concatenation."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.activation = activation
+        return _gated(gate_up, activation)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (gate_up,) = ctx.saved_tensors
+        if gate_up.is_cuda:
+            return _gate_gradient_formula(grads[0], gate_up, ctx.activation), None
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        d_gate, d_up = out.chunk(2, dim=-1)
+        torch.mul(grads[0], up, out=d_gate)
+        if ctx.activation == "silu":
+            torch.ops.aten.silu.out(gate, out=d_up)
+            torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+        else:
+            torch.ops.aten.gelu.out(gate, approximate="tanh", out=d_up)
+            torch.ops.aten.gelu_backward.grad_input(d_gate, gate, approximate="tanh", grad_input=d_gate)
+        d_up.mul_(grads[0])
+        return out, None
