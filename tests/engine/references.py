@@ -28,7 +28,7 @@ def adapter_of(engine: TorchEngine, name: str = "a") -> Adapter:
 def randomise(adapter: Adapter, seed: int = 3) -> None:
     """B away from zero, else A has no gradient."""
     noise = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(seed))
-    adapter.state = AdamState.fresh(adapter.state.weights + 0.03 * noise.to(adapter.state.weights.dtype))
+    adapter.state = AdamState.fresh(adapter.state.weights + 0.03 * noise.to(adapter.state.weights))
 
 
 def gradients(adapter: Adapter) -> dict[str, torch.Tensor]:

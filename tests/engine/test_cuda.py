@@ -1,4 +1,4 @@
-"""On an accelerator: the same numbers as on a CPU in float32, and near them in bfloat16. Skipped where there is none."""
+"""On an accelerator: the CPU's numbers in float32, and near them in bfloat16. Skipped where there is none."""
 
 from __future__ import annotations
 

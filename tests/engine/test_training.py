@@ -196,13 +196,13 @@ def test_logits_are_never_all_held(engine: TorchEngine, data: Data, monkeypatch:
     monkeypatch.setattr(trainer, "LEAST_ROWS", 4)
     monkeypatch.setattr(trainer, "KEPT_LOGITS", 0)
     seen: list[int] = []
-    original = trainer.log_softmax
+    original = trainer._log_sum
 
     def counting(logits: torch.Tensor) -> torch.Tensor:
         seen.append(logits.shape[0])
         return original(logits)
 
-    monkeypatch.setattr(trainer, "log_softmax", counting)
+    monkeypatch.setattr(trainer, "_log_sum", counting)
     run_pass(engine, "a", data(40), "cross_entropy", {})
     assert max(seen) <= 8
     assert sum(seen) == 80  # each row twice: forward, and again for backward

@@ -1,7 +1,7 @@
 """The operations between matrix products: norms, rotations, gates. Each goes over memory once, forward and backward.
 
-On a CPU that takes a few operations in place, with gradients by hand. On an accelerator the plain formulas, in float32
-inside, are compiled into one kernel each; they are compiled when first used, for any number of tokens.
+On a CPU that takes a few operations in place, with gradients by hand. On an accelerator it is a kernel: one of
+`kernels.py`, or compiled from the plain formula, in float32 inside, when first used, for any number of tokens.
 
 Axes: T packed tokens, D hidden, H query heads, G key/value heads, C channels of a head, N outputs of a linear layer,
 F mlp (N = 2 F).
@@ -39,6 +39,21 @@ def compiled(function: Callable[..., T]) -> Callable[..., T]:
             return function(*args)
 
     return call
+
+
+@functools.cache
+def _load_kernels() -> Any:
+    try:
+        from tinkex.engine import kernels
+    except ImportError:
+        logger.warning("triton is not installed: the accelerator will be slower than it could be")
+        return None
+    return kernels
+
+
+def kernels_for(x: torch.Tensor) -> Any:
+    """The module of kernels, if this tensor is on an accelerator that has them."""
+    return _load_kernels() if x.is_cuda else None
 
 
 # ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,23 +186,11 @@ def rotate(x_THC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    if x.is_cuda:
-        return _rotate_formula(x, cos, sin)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin)
     return out
-
-
-def _rotate_plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-@compiled
-def _rotate_formula(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return _rotate_plain(x, cos.float(), sin.float()).to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):
@@ -215,9 +218,11 @@ def turned_heads(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys, values `[T, heads, C]` of their fused projection; `turn` has cosines and sines `[T, 1, C/2]`."""
-    if qkv_TN.is_cuda and turn is not None:
-        weights = norms or (None, None)
-        q, k, v = _TurnedHeads.apply(qkv_TN, sizes, *weights, *turn, eps)  # type: ignore[no-untyped-call]
+    if turn is not None and (fused := kernels_for(qkv_TN)) is not None and _is_power(turn[0].shape[-1]):
+        if not qkv_TN.requires_grad:
+            q, k, v = fused.heads_forward(qkv_TN, sizes, norms, *turn, eps)
+            return q, k, v
+        q, k, v = _TurnedHeads.apply(qkv_TN, sizes, norms, turn, eps)  # type: ignore[no-untyped-call]
         return q, k, v
     q, k, v = torch.split(qkv_TN.view(qkv_TN.shape[0], sum(sizes), -1), list(sizes), dim=1)
     if norms is not None:
@@ -227,55 +232,8 @@ def turned_heads(
     return q, k, v
 
 
-def _turned_plain(
-    x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float
-) -> torch.Tensor:
-    wide = x.float()
-    if weight is not None:
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
-    return _rotate_plain(wide, cos, sin)
-
-
-@compiled
-def _heads_formula(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = cos.float(), sin.float()
-    return (
-        _turned_plain(q, q_weight, cos, sin, eps).to(q.dtype),
-        _turned_plain(k, k_weight, cos, sin, eps).to(k.dtype),
-    )
-
-
-@compiled
-def _heads_gradient_formula(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    cos, sin = cos.float(), -sin.float()
-    parts = [
-        turned if weight is None else _norm_gradient_plain(turned, x, weight, eps)
-        for turned, x, weight in (
-            (_rotate_plain(dq, cos, sin), q, q_weight),
-            (_rotate_plain(dk, cos, sin), k, k_weight),
-        )
-    ]
-    whole = torch.cat([*parts, dv.float()], dim=1)
-    return whole.to(dq.dtype).view(dq.shape[0], -1)
+def _is_power(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 class _TurnedHeads(torch.autograd.Function):
@@ -284,24 +242,22 @@ class _TurnedHeads(torch.autograd.Function):
         ctx: Any,
         qkv: torch.Tensor,
         sizes: tuple[int, int, int],
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        turn: tuple[torch.Tensor, torch.Tensor],
         eps: float,
     ) -> Any:
-        q, k, v = torch.split(qkv.view(qkv.shape[0], sum(sizes), -1), list(sizes), dim=1)
-        ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
-        ctx.sizes, ctx.eps = sizes, eps
-        turned_q, turned_k = _heads_formula(q, k, q_weight, k_weight, cos, sin, eps)
-        return turned_q, turned_k, v.contiguous()
+        ctx.save_for_backward(qkv, *turn)
+        ctx.norms, ctx.eps = norms, eps
+        fused = kernels_for(qkv)
+        assert fused is not None
+        return fused.heads_forward(qkv, sizes, norms, *turn, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        q, k, _ = torch.split(qkv.view(qkv.shape[0], sum(ctx.sizes), -1), list(ctx.sizes), dim=1)
-        dqkv = _heads_gradient_formula(*grads, q, k, q_weight, k_weight, cos, sin, ctx.eps)
-        return dqkv, None, None, None, None, None, None
+        qkv, cos, sin = ctx.saved_tensors
+        fused = kernels_for(qkv)
+        assert fused is not None
+        return fused.heads_backward(*grads, qkv, ctx.norms, cos, sin, ctx.eps), None, None, None, None
 
 
 # ── gates ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -316,31 +272,11 @@ def gated(gate_up_TN: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def _gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    if gate_up.is_cuda:
-        return _gate_formula(gate_up, activation)
+    if (fused := kernels_for(gate_up)) is not None:
+        out: torch.Tensor = fused.gate_forward(gate_up, activation)
+        return out
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
-
-
-def _active(gate: torch.Tensor, activation: str) -> torch.Tensor:
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-
-
-@compiled
-def _gate_formula(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (_active(gate, activation) * up).to(gate_up.dtype)
-
-
-@compiled
-def _gate_gradient_formula(dy: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    wide = dy.float()
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    if activation == "silu":
-        dgate = torch.ops.aten.silu_backward(wide * up, gate)
-    else:
-        dgate = torch.ops.aten.gelu_backward(wide * up, gate, approximate="tanh")
-    return torch.cat([dgate, wide * _active(gate, activation)], dim=-1).to(gate_up.dtype)
 
 
 class _Gated(torch.autograd.Function):
@@ -355,8 +291,8 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (gate_up,) = ctx.saved_tensors
-        if gate_up.is_cuda:
-            return _gate_gradient_formula(grads[0], gate_up, ctx.activation), None
+        if (fused := kernels_for(gate_up)) is not None:
+            return fused.gate_backward(grads[0], gate_up, ctx.activation), None
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         d_gate, d_up = out.chunk(2, dim=-1)

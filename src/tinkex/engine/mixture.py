@@ -112,14 +112,21 @@ def backward(
         into_b = [None] * len(factors.b_NR) if share.into is None else share.into.b_NR
         for part, low, b, db in zip(_parts(dy, linear), _each(low_TR, linear), factors.b_NR, into_b, strict=True):
             if db is not None:
-                db.add_(part.t() @ low, alpha=factors.scale)
+                db.add_(_product(part.t(), low), alpha=factors.scale)
             dlows.append(part @ b)
         dlow_TR = (dlows[0] if len(dlows) == 1 else torch.cat(dlows, dim=1)).mul_(factors.scale)
         if share.into is not None:
-            share.into.a_RD.add_(dlow_TR.t() @ x_TD[here])
+            share.into.a_RD.add_(_product(dlow_TR.t(), x_TD[here]))
         if dx_TD is not None:
             dx_TD[here].addmm_(dlow_TR, factors.a_RD)
     return dx_TD
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """A sum over tokens, which is not rounded to the half precision of its factors where the kernel allows it."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
 
 
 def _parts(y_TN: torch.Tensor, linear: Linear) -> Sequence[torch.Tensor]:

@@ -24,6 +24,7 @@ import torch
 from tinkex.engine import ADAMW, EngineError, PassDone
 from tinkex.engine.attention import PackedAttention, soft_cap, soft_cap_slope
 from tinkex.engine.decoder import Decoder, hidden_states
+from tinkex.engine.elementwise import compiled
 from tinkex.engine.lora import Factors, Layout, Linear
 from tinkex.engine.losses import Examples, Room
 from tinkex.engine.mixture import ROWS, Mixture, Span
@@ -471,7 +472,7 @@ def _chunks(head: Linear, rows_M: torch.Tensor, mixture: Mixture) -> Iterator[tu
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Log-softmax at the targets. Backward needs the probabilities again: kept when few, else recomputed by chunk."""
+    """Log-softmax at the targets. Backward needs the logits again: kept when few, else recomputed by chunk."""
 
     @staticmethod
     def forward(
@@ -488,11 +489,10 @@ class _TargetLogprobs(torch.autograd.Function):
         out, kept = [], []
         for rows, span in _chunks(head, rows_M, mixture):
             logits_TV, _ = mixed_forward(hidden_TD[rows], head, mixture.shares(head, rows.start, rows.stop))
-            logits_TV = soft_cap(logits_TV, cap)
-            logprobs_TV = log_softmax(logits_TV)
-            out.append(logprobs_TV[rows_M[span] - rows.start, targets_M[span]])
-            if keep:  # what is smaller; and the slope of a cap is read off the logits
-                kept.append(logprobs_TV if cap is None and logits_TV.dtype == logprobs_TV.dtype else logits_TV)
+            scored = Scored.of(soft_cap(logits_TV, cap))
+            out.append(scored.at(rows_M[span] - rows.start, targets_M[span]))
+            if keep:
+                kept.append(scored)
         ctx.save_for_backward(hidden_TD, rows_M, targets_M)
         ctx.head, ctx.mixture, ctx.cap, ctx.kept = head, mixture, cap, kept
         return torch.cat(out)
@@ -505,33 +505,71 @@ class _TargetLogprobs(torch.autograd.Function):
             shares = ctx.mixture.shares(ctx.head, rows.start, rows.stop)
             x_TD = hidden_TD[rows]
             if ctx.kept:
-                logits_TV, ctx.kept[chunk] = ctx.kept[chunk], None
+                scored, ctx.kept[chunk] = ctx.kept[chunk], None
                 lows = [x_TD[share.start : share.stop] @ share.factors.a_RD.t() for share in shares]
             else:
                 logits_TV, lows = mixed_forward(x_TD, ctx.head, shares)
-                logits_TV = soft_cap(logits_TV, ctx.cap)
-            is_final = ctx.kept and ctx.cap is None and logits_TV.dtype == grads[0].dtype
-            logprobs_TV = logits_TV if is_final else log_softmax(logits_TV)
-            dlogits_TV = _logit_gradient(logprobs_TV, rows_M[span] - rows.start, targets_M[span], grads[0][span])
-            if ctx.cap is not None:
-                dlogits_TV.mul_(soft_cap_slope(logits_TV, ctx.cap))
+                scored = Scored.of(soft_cap(logits_TV, ctx.cap))
+            slope_TV = None if ctx.cap is None else soft_cap_slope(scored.logits_TV, ctx.cap)
+            dlogits_TV = scored.gradient(rows_M[span] - rows.start, targets_M[span], grads[0][span])
+            if slope_TV is not None:
+                dlogits_TV.mul_(slope_TV)
             dx_TD = mixed_backward(dlogits_TV.to(x_TD.dtype), x_TD, lows, ctx.head, shares, wants_input=True)
             assert dx_TD is not None
             dhidden_TD[rows] = dx_TD
         return dhidden_TD, None, None, None, None, None, None
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Logits of some tokens, and the logarithm of the sum of their exponentials."""
+
+    logits_TV: torch.Tensor
+    sums_T1: torch.Tensor
+
+    @classmethod
+    def of(cls, logits_TV: torch.Tensor) -> Scored:
+        """Sum in float32 at least."""
+        sums = _log_sum_formula if logits_TV.is_cuda else _log_sum
+        return cls(logits_TV, sums(logits_TV))
+
+    def at(self, rows_M: torch.Tensor, targets_M: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of targets."""
+        return self.logits_TV[rows_M, targets_M].to(self.sums_T1.dtype) - self.sums_T1[rows_M, 0]
+
+    def gradient(self, rows_M: torch.Tensor, targets_M: torch.Tensor, grad_M: torch.Tensor) -> torch.Tensor:
+        """Of the logits: at targets theirs, less softmax times its sum over the row. The logits may be overwritten.
+
+        Where softmax is near one the two nearly cancel out: so they are subtracted before anything is rounded.
+        """
+        row_grad_T1 = torch.zeros(self.logits_TV.shape[0], 1, dtype=grad_M.dtype, device=grad_M.device)
+        row_grad_T1.index_add_(0, rows_M, grad_M[:, None])
+        if self.logits_TV.dtype == self.sums_T1.dtype:
+            dlogits_TV = self.logits_TV.sub_(self.sums_T1).exp_().mul_(-row_grad_T1)
+            return dlogits_TV.index_put_((rows_M, targets_M), grad_M, accumulate=True)
+        places_M, back_M = torch.unique(rows_M * self.logits_TV.shape[1] + targets_M, return_inverse=True)
+        theirs_M = torch.zeros(places_M.shape[0], dtype=grad_M.dtype, device=grad_M.device)
+        theirs_M.index_add_(0, back_M, grad_M)
+        rows, targets = places_M // self.logits_TV.shape[1], places_M % self.logits_TV.shape[1]
+        theirs_M -= self.at(rows, targets).exp() * row_grad_T1[rows, 0]
+        dlogits_TV = _softmax_gradient_formula(self.logits_TV, self.sums_T1, row_grad_T1)
+        return dlogits_TV.index_put_((rows, targets), theirs_M.to(dlogits_TV.dtype))
+
+
+def _log_sum(logits_TV: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)), -1, keepdim=True)
+
+
+_log_sum_formula = compiled(_log_sum)
+
+
+@compiled
+def _softmax_gradient_formula(
+    logits_TV: torch.Tensor, sums_T1: torch.Tensor, row_grad_T1: torch.Tensor
+) -> torch.Tensor:
+    return (-torch.exp(logits_TV.float() - sums_T1) * row_grad_T1).to(logits_TV.dtype)
+
+
 def log_softmax(logits_TV: torch.Tensor) -> torch.Tensor:
     """Log-softmax in float32 at least."""
     return torch.log_softmax(logits_TV, dim=-1, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
-
-
-def _logit_gradient(
-    logprobs_TV: torch.Tensor, rows_M: torch.Tensor, targets_M: torch.Tensor, grad_M: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of logits: the targets', less softmax times its sum over the row. Overwrites `logprobs_TV`."""
-    row_grad_T1 = torch.zeros(logprobs_TV.shape[0], 1, dtype=grad_M.dtype, device=grad_M.device)
-    row_grad_T1.index_add_(0, rows_M, grad_M[:, None])
-    dlogits_TV = logprobs_TV.exp_().mul_(-row_grad_T1)
-    dlogits_TV.index_put_((rows_M, targets_M), grad_M, accumulate=True)
-    return dlogits_TV
