@@ -8,8 +8,6 @@ Axes: T packed tokens, F mlp, H query heads, G key/value heads, C channels of a 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,8 +15,8 @@ import triton.language as tl
 GATE_BLOCK = 2048
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gate_forward(gate_up: Any, out: Any, F: Any, BLOCK: tl.constexpr, GELU: tl.constexpr) -> None:
+@triton.jit
+def _gate_forward(gate_up, out, F, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < F
@@ -32,8 +30,8 @@ def _gate_forward(gate_up: Any, out: Any, F: Any, BLOCK: tl.constexpr, GELU: tl.
     tl.store(out + row * F + at, (active * up).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gate_backward(dy: Any, gate_up: Any, out: Any, F: Any, BLOCK: tl.constexpr, GELU: tl.constexpr) -> None:
+@triton.jit
+def _gate_backward(dy, gate_up, out, F, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < F
@@ -69,19 +67,19 @@ def gate_backward(dy_TF: torch.Tensor, gate_up_TN: torch.Tensor, activation: str
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _turned(
-    source: Any,
-    target: Any,
-    weight: Any,
-    cos: Any,
-    sin: Any,
-    eps: Any,
+    source,
+    target,
+    weight,
+    cos,
+    sin,
+    eps,
     HEADS: tl.constexpr,
     PADDED: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
-) -> None:
+):
     """Norm and turn the heads of one token, from `source` to `target`, each a row of heads."""
     head = tl.arange(0, PADDED)[:, None]
     channel = tl.arange(0, HALF)[None, :]
@@ -101,20 +99,20 @@ def _turned(
     tl.store(target + at + HALF, (second * c + first * s).to(kind), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _turned_gradient(
-    grad: Any,
-    source: Any,
-    target: Any,
-    weight: Any,
-    cos: Any,
-    sin: Any,
-    eps: Any,
+    grad,
+    source,
+    target,
+    weight,
+    cos,
+    sin,
+    eps,
     HEADS: tl.constexpr,
     PADDED: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
-) -> None:
+):
     """Its gradient by `source`: turned back, then through the norm."""
     head = tl.arange(0, PADDED)[:, None]
     channel = tl.arange(0, HALF)[None, :]
@@ -142,23 +140,23 @@ def _turned_gradient(
     tl.store(target + at + HALF, back_second.to(kind), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _heads_forward(
-    qkv: Any,
-    q: Any,
-    k: Any,
-    q_weight: Any,
-    k_weight: Any,
-    cos: Any,
-    sin: Any,
-    eps: Any,
+    qkv,
+    q,
+    k,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    eps,
     H: tl.constexpr,
     G: tl.constexpr,
     H_PADDED: tl.constexpr,
     G_PADDED: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     size = 2 * HALF
     source = qkv + row * (H + 2 * G) * size
@@ -167,25 +165,25 @@ def _heads_forward(
     _turned(source + H * size, k + row * G * size, k_weight, turn_cos, turn_sin, eps, G, G_PADDED, HALF, NORM)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _heads_backward(
-    dq: Any,
-    dk: Any,
-    dv: Any,
-    qkv: Any,
-    out: Any,
-    q_weight: Any,
-    k_weight: Any,
-    cos: Any,
-    sin: Any,
-    eps: Any,
+    dq,
+    dk,
+    dv,
+    qkv,
+    out,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    eps,
     H: tl.constexpr,
     G: tl.constexpr,
     H_PADDED: tl.constexpr,
     G_PADDED: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     size = 2 * HALF
     start = row * (H + 2 * G) * size
@@ -240,7 +238,7 @@ def heads_backward(
     return out
 
 
-def _tiles(heads: int, groups: int, channels: int, normed: bool) -> dict[str, Any]:
+def _tiles(heads: int, groups: int, channels: int, normed: bool) -> dict[str, object]:
     return {
         "H": heads,
         "G": groups,
