@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from engine.conftest import Checkpoint, Data, Sample
+    from tinkex.engine.lora import Linear
     from tinkex.types.training import OptimizerConfigBase, OptimParams
 
 DENSE = [
@@ -83,8 +84,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     return load_decoder(directory, dtype, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("block", [8, 512])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("dtype", "block"), [(torch.float32, 8), (torch.float64, 512)])
 @pytest.mark.parametrize("family", DENSE + MIXTURES)
 def test_logits_match_transformers(
     family: str, dtype: torch.dtype, block: int, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
@@ -271,6 +271,36 @@ def test_mixtures_learn_and_their_adapters_come_back(
     engine.save("a", tmp_path, optimizer=True)
     engine.load("b", tmp_path, optimizer=True)
     assert torch.equal(adapter_of(engine, "b").state.weights, adapter_of(engine, "a").state.weights)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Two adapters in one pass: the first for tokens before a border, the second for the others."""
+
+    first: Lora
+    second: Lora
+    border: int
+
+    def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
+        rows = torch.arange(len(x_TD)) if rows_T is None else rows_T
+        assert bool((rows.diff() > 0).all()), "rows ascend"
+        cut = int((rows < self.border).sum())
+        return torch.cat([self.first.linear(x_TD[:cut], linear), self.second.linear(x_TD[cut:], linear)])
+
+
+def test_experts_say_which_tokens_they_got(checkpoint: Checkpoint) -> None:
+    """So that adapters beside each other in a pass each change their own tokens."""
+    engine = TorchEngine({"m": checkpoint("qwen3-moe")}, threads=1)
+    loras = []
+    for seed, name in enumerate("ab"):
+        engine.create(name, "m", LoraConfig(rank=8))
+        randomise(adapter_of(engine, name), seed)
+        loras.append(Lora(adapter_of(engine, name).factors()))
+    model, border = adapter_of(engine).model, sum(LENGTHS[:2])
+    first, second = (packed_logits(model, lora) for lora in loras)
+    beside = packed_logits(model, Beside(loras[0], loras[1], border))
+    torch.testing.assert_close(beside, torch.cat([first[:border], second[border:]]), atol=1e-5, rtol=0)
+    assert float((first - second).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("rule", [AttentionRule(0.3), AttentionRule(0.3, 5), AttentionRule(0.3, 5, 1.5)])
