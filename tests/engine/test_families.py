@@ -273,6 +273,18 @@ def test_mixtures_learn_and_their_adapters_come_back(
     assert torch.equal(adapter_of(engine, "b").state.weights, adapter_of(engine, "a").state.weights)
 
 
+def test_dimuon_steps_go_by_the_rank_that_experts_have(checkpoint: Checkpoint, data: Data) -> None:
+    engine = TorchEngine({"m": checkpoint("qwen3-moe")}, threads=1)
+    engine.create("a", "m", LoraConfig(rank=8), DIMUON)
+    engine.forward_backward("a", data(30), "cross_entropy", {})
+    engine.optim_step("a", DimuonParams(learning_rate=0.1))
+    adapter = adapter_of(engine)
+    moved = {n: b for n, b in adapter.layout.tensors(adapter.state.weights) if n.endswith("lora_B") and bool(b.any())}
+    assert {b.shape[1] for b in moved.values()} == {2, 8}
+    for b in moved.values():
+        assert float(b.norm()) == pytest.approx(0.1 * b.shape[1] ** 0.5, rel=1e-3)
+
+
 @dataclass(frozen=True)
 class Beside:
     """Two adapters in one pass: the first for tokens before a border, the second for the others."""
