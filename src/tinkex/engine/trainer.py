@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from tinkex.engine import ADAMW, EngineError
-from tinkex.engine.attention import PackedAttention, soft_cap, soft_cap_slope
-from tinkex.engine.decoder import BARE, Decoder, Lora, hidden_states
+from tinkex.engine.attention import PackedAttention, soft_cap_slope
+from tinkex.engine.decoder import BARE, Decoder, Lora, cap_logits, hidden_states
 from tinkex.engine.lora import Factors, Gradients, Layout, Linear, lora_backward, lora_linear
 from tinkex.engine.losses import Examples, Room
 from tinkex.engine.objectives import Evaluated, Objective
@@ -240,7 +240,7 @@ class _TargetLogprobs(torch.autograd.Function):
         keep = keep and cap is None  # the slope of the cap is read off the logits, which are not what is kept
         out, kept = [], []
         for rows, span in _chunks(hidden_TD.shape[0], head, rows_M):
-            logits_TV = soft_cap(lora_linear(hidden_TD[rows], head, lora.factors.get(head.name), None), cap)
+            logits_TV = cap_logits(lora_linear(hidden_TD[rows], head, lora.factors.get(head.name), None), cap)
             logprobs_TV = log_softmax(logits_TV)
             out.append(logprobs_TV[rows_M[span] - rows.start, targets_M[span]])
             if keep:
@@ -289,7 +289,7 @@ def _head_backward(
     factors = lora.factors.get(head.name)
     slope_TV = None
     if kept_TV is None:
-        logits_TV = soft_cap(lora_linear(hidden_TD, head, factors, None), cap)
+        logits_TV = cap_logits(lora_linear(hidden_TD, head, factors, None), cap)
         slope_TV = None if cap is None else soft_cap_slope(logits_TV, cap)
         kept_TV = log_softmax(logits_TV)
     row_grad_T1 = torch.zeros(hidden_TD.shape[0], 1, dtype=grad_M.dtype, device=grad_M.device)
