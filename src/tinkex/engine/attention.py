@@ -41,15 +41,18 @@ def visible(queries: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> t
 
 
 def soft_cap(x: torch.Tensor, bound: float | None) -> torch.Tensor:
-    """Squash values into ±bound, in float32 at least: bound * tanh(x / bound); x itself where there is no bound."""
-    if bound is None:
-        return x
-    return torch.tanh(x.to(torch.promote_types(x.dtype, torch.float32)) / bound) * bound
+    """Squash values into ±bound: bound * tanh(x / bound); x itself where there is no bound."""
+    return x if bound is None else torch.tanh(x / bound) * bound
 
 
 def soft_cap_slope(capped: torch.Tensor, bound: float) -> torch.Tensor:
     """The derivative of `soft_cap`, from what it returned."""
     return 1 - (capped / bound).square()
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """In float32 at least: near a bound, 16 bits tell values apart no longer."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def attend(
@@ -70,7 +73,7 @@ def attend(
     # The heads that share keys are one more axis of the product, so that keys are read where they lie.
     q = q_BQHC.view(count, queries, groups, -1, channels).permute(0, 2, 3, 1, 4)
     k, v = (x.transpose(1, 2)[:, :, None] for x in (k_BKGC, v_BKGC))
-    scores = soft_cap((q * rule.scale) @ k.transpose(3, 4), rule.softcap)
+    scores = soft_cap(widened((q * rule.scale) @ k.transpose(3, 4)), rule.softcap)
     probs = scores.masked_fill(~seen[..., None, :, :], -torch.inf).softmax(-1).to(v.dtype)
     return (probs @ v).permute(0, 3, 1, 2, 4).reshape(count, queries, -1)
 

@@ -21,7 +21,7 @@ from typing import Protocol, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from tinkex.engine.attention import AttentionRule, soft_cap
+from tinkex.engine.attention import AttentionRule, soft_cap, widened
 from tinkex.engine.config import DecoderConfig
 from tinkex.engine.elementwise import add_norm, gated, norm, turned_heads
 from tinkex.engine.lora import Factors, Linear
@@ -129,7 +129,12 @@ class Decoder:
         self, hidden_TD: torch.Tensor, lora: Adaptation = BARE, rows_T: torch.Tensor | None = None
     ) -> torch.Tensor:
         """What the head makes of hidden states, within the model's bound; `rows_T` as for `Adaptation.linear`."""
-        return soft_cap(lora.linear(hidden_TD, self.head, rows_T), self.config.logit_cap)
+        return cap_logits(lora.linear(hidden_TD, self.head, rows_T), self.config.logit_cap)
+
+
+def cap_logits(logits_TV: torch.Tensor, bound: float | None) -> torch.Tensor:
+    """Logits within a model's bound, if it has one, and then in float32 at least."""
+    return logits_TV if bound is None else soft_cap(widened(logits_TV), bound)
 
 
 def hidden_states(

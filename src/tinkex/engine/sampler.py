@@ -202,9 +202,7 @@ class Cache:
         q = q_BHC.reshape(*k_BGC.shape[:2], -1, k_BGC.shape[2])
         rule = self._rules[layer]
         seen = slice(None if rule.window is None else -rule.window, None)
-        scores = (
-            soft_cap((q * rule.scale) @ keys_BGSC[:, :, seen].transpose(2, 3), rule.softcap).softmax(-1).to(q.dtype)
-        )
+        scores = soft_cap((q * rule.scale) @ keys_BGSC[:, :, seen].transpose(2, 3), rule.softcap).softmax(-1)
         mixed: torch.Tensor = (scores @ values_BGSC[:, :, seen]).reshape(q_BHC.shape[0], -1)
         return mixed
 

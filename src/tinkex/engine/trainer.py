@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from tinkex.engine import ADAMW, EngineError, PassDone
-from tinkex.engine.attention import PackedAttention, soft_cap, soft_cap_slope
-from tinkex.engine.decoder import Decoder, hidden_states
+from tinkex.engine.attention import PackedAttention, soft_cap_slope
+from tinkex.engine.decoder import Decoder, cap_logits, hidden_states
 from tinkex.engine.elementwise import compiled
 from tinkex.engine.lora import Factors, Layout, Linear
 from tinkex.engine.losses import Examples, Room
@@ -489,7 +489,7 @@ class _TargetLogprobs(torch.autograd.Function):
         out, kept = [], []
         for rows, span in _chunks(head, rows_M, mixture):
             logits_TV, _ = mixed_forward(hidden_TD[rows], head, mixture.shares(head, rows.start, rows.stop))
-            scored = Scored.of(soft_cap(logits_TV, cap))
+            scored = Scored.of(cap_logits(logits_TV, cap))
             out.append(scored.at(rows_M[span] - rows.start, targets_M[span]))
             if keep:
                 kept.append(scored)
@@ -509,7 +509,7 @@ class _TargetLogprobs(torch.autograd.Function):
                 lows = [x_TD[share.start : share.stop] @ share.factors.a_RD.t() for share in shares]
             else:
                 logits_TV, lows = mixed_forward(x_TD, ctx.head, shares)
-                scored = Scored.of(soft_cap(logits_TV, ctx.cap))
+                scored = Scored.of(cap_logits(logits_TV, ctx.cap))
             slope_TV = None if ctx.cap is None else soft_cap_slope(scored.logits_TV, ctx.cap)
             dlogits_TV = scored.gradient(rows_M[span] - rows.start, targets_M[span], grads[0][span])
             if slope_TV is not None:

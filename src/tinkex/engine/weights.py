@@ -254,6 +254,7 @@ def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted({module.rsplit(".", 1)[-1] for module in layout.modules}),
+        "rank_pattern": _rank_pattern(layout),
         "modules_to_save": None,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -261,6 +262,17 @@ def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
         "use_rslora": False,
         "inference_mode": True,
     }
+
+
+def _rank_pattern(layout: Layout) -> dict[str, int]:
+    """The rank of experts, where it is not the adapter's: for peft where they are modules, and where they are fused."""
+    ranks = {layout.rank(linear) for linear in layout.linears if linear.sharers > 1}
+    patterns = {}
+    for rank in ranks:
+        patterns[r"mlp\.experts\.\d+\.(gate|up)_proj"] = rank
+        patterns[r"mlp\.experts\.(\d+\.)?down_proj"] = rank
+        patterns[r"mlp\.experts\.gate_up_proj"] = 2 * rank
+    return patterns
 
 
 def _named(layout: Layout, flat: torch.Tensor, prefix: str) -> dict[str, torch.Tensor]:
@@ -290,6 +302,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
         raise EngineError(f"{path} is not valid JSON: {error}") from None
     for name, expected in {
         "lora_alpha": ALPHA,
+        "alpha_pattern": {},
         "bias": "none",
         "use_dora": False,
         "use_rslora": False,
