@@ -11,10 +11,11 @@ import torch
 from tinkex.engine import ADAMW, BaseModel, EngineError, Listener, SampleDone
 from tinkex.engine.custom import CompiledLoss, compile_graph
 from tinkex.engine.decoder import BARE, Decoder, DecoderConfig, Lora
+from tinkex.engine.jobs import Job, Source
 from tinkex.engine.lora import Layout
 from tinkex.engine.objectives import find_objective
 from tinkex.engine.openmp import calm_openmp
-from tinkex.engine.sampler import Job, Sampler, Source
+from tinkex.engine.sampler import Sampler
 from tinkex.engine.trainer import Adapter, run_pass
 from tinkex.engine.weights import (
     eos_tokens,
