@@ -25,7 +25,7 @@ import torch
 from tinkex.engine.attention import AttentionRule, attend, soft_cap, visible
 from tinkex.engine.cache import BLOCK, NOTHING, SCRATCH, Pool, blocks_for
 from tinkex.engine.decoder import BARE, Decoder, Lora, hidden_states
-from tinkex.engine.mixtures import Bank, Mixture, padded
+from tinkex.engine.mixtures import Bank, Mixture, Products, padded
 
 if TYPE_CHECKING:
     from tinkex.types.tensors import Array
@@ -83,8 +83,8 @@ def put(array: Array | Sequence[int], like: torch.Tensor) -> torch.Tensor:
 class Prefill:
     """Runs pieces of prompts and leaves their keys and values in the pool."""
 
-    def __init__(self, model: Decoder, pool: Pool) -> None:
-        self._model, self._pool = model, pool
+    def __init__(self, model: Decoder, pool: Pool, products: Products) -> None:
+        self._model, self._pool, self._products = model, pool, products
 
     def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """The hidden states of all positions of the pieces, in order, which has equal weights side by side."""
@@ -103,7 +103,7 @@ class Prefill:
             at += span.size
         embed = self._model.embed_VD
         attention = PrefillAttention(self._model, self._pool, pieces, put(places, embed))
-        lora = Mixture.of(lora_T, total)
+        lora = Mixture.of(self._products, lora_T, total)
         return hidden_states(self._model, put(tokens, embed), put(positions, embed), attention, lora)
 
 
@@ -238,8 +238,8 @@ class _Slab:
 class SlabDecoding:
     """Decoding on a CPU. Rows lie in slabs by length, of which each is twice as long as the one before."""
 
-    def __init__(self, model: Decoder, pool: Pool) -> None:
-        self._model, self._pool = model, pool
+    def __init__(self, model: Decoder, pool: Pool, products: Products) -> None:
+        self._model, self._pool, self._products = model, pool, products
         self._slabs: dict[int, _Slab] = {}
 
     def join(self, row: Row, prompt: Sequence[int]) -> None:
@@ -274,7 +274,7 @@ class SlabDecoding:
         total, embed = padded(len(rows)), self._model.embed_VD
         tokens, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
         tokens[: len(rows)], positions[: len(rows)] = [r.token for r in rows], [r.length for r in rows]
-        lora = Mixture.of([row.lora for row in rows], total)
+        lora = Mixture.of(self._products, [row.lora for row in rows], total)
         attention = _SlabAttention(self._model, self._slabs, rows, total)
         hidden_TD = hidden_states(self._model, put(tokens, embed), put(positions, embed), attention, lora)
         for row in rows:

@@ -33,6 +33,30 @@ def padded(rows: int) -> int:
     return -(-rows // ROWS) * ROWS
 
 
+class Products:
+    """Products with the frozen weights. On a CPU in float32 oneDNN makes them, from a second copy in its own layout.
+
+    Measured for 4 to 32 rows that takes half to a third of the time of MKL, which lays the weights out anew each time.
+    """
+
+    def __init__(self, model: Decoder, most_bytes: int) -> None:
+        size = sum(linear.weight_ND.numel() * linear.weight_ND.element_size() for linear in model.linears())
+        like = model.embed_VD
+        fits = like.device.type == "cpu" and like.dtype == torch.float32 and size <= most_bytes
+        self._packs = fits and torch.backends.mkldnn.is_available()
+        self._packed: dict[str, torch.Tensor] = {}
+
+    def __call__(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """A linear layer of the base model."""
+        if not self._packs:
+            return F.linear(x_TD, linear.weight_ND, linear.bias_N)
+        weight = self._packed.get(linear.name)
+        if weight is None:
+            weight = self._packed[linear.name] = torch.ops.mkldnn._reorder_linear_weight(linear.weight_ND)
+        y_TN: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TD, weight, linear.bias_N, "none", [], "")
+        return y_TN
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The rows `[start, stop)` of a pass that belong to one adapter."""
@@ -46,10 +70,11 @@ class Span:
 class Mixture:
     """Adapters beside each other, each over a span of rows; rows in no span are the base model's."""
 
+    products: Products
     spans: Sequence[Span]
 
     @classmethod
-    def of(cls, lora_T: Sequence[Lora], rows: int) -> Mixture:
+    def of(cls, products: Products, lora_T: Sequence[Lora], rows: int) -> Mixture:
         """For rows whose adapters are given, equal ones side by side; padding up to `rows` goes with the last."""
         spans: list[Span] = []
         for row, lora in enumerate(lora_T):
@@ -58,11 +83,11 @@ class Mixture:
             else:
                 spans.append(Span(lora, row, row + 1))
         spans[-1] = Span(spans[-1].lora, spans[-1].start, rows)
-        return cls([span for span in spans if span.lora.factors])
+        return cls(products, [span for span in spans if span.lora.factors])
 
     def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
         """A linear layer, with the share of each adapter added to its rows."""
-        y_TN = F.linear(x_TD, linear.weight_ND, linear.bias_N)
+        y_TN = self.products(x_TD, linear)
         for span in self.spans:
             factors = span.lora.factors.get(linear.name)
             if factors is not None:

@@ -26,7 +26,7 @@ from tinkex.engine.cache import BLOCK, Pool, block_bytes, blocks_for
 from tinkex.engine.choices import choose, uniforms
 from tinkex.engine.decoding import Decoding, Piece, Prefill, Row, SlabDecoding, StaticDecoding, put
 from tinkex.engine.jobs import Job, Sample
-from tinkex.engine.mixtures import Mixture, padded
+from tinkex.engine.mixtures import Mixture, Products, padded
 from tinkex.types.sampling import TopkLogprobs
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Limits:
     """How many tokens of prompts are run beside a step of decoding."""
     cache_bytes: int | None = None
     """Memory for keys and values in blocks."""
+    packed_bytes: int = 4 << 30
+    """Base weights up to this size are kept a second time on a CPU, in the layout that makes products quick."""
     share_prefixes: bool = True
     static: bool | None = None
     """Decode with fixed shapes, as a GPU does (there under CUDA graphs)."""
@@ -92,9 +94,12 @@ class Runner:
         self._chunk = limits.prefill(model.embed_VD.device)
         self._pool = Pool(model, limits.blocks(model))
         self._blocks = self._pool.blocks
-        self._prefill = Prefill(model, self._pool)
+        self._products = Products(model, limits.packed_bytes)
+        self._prefill = Prefill(model, self._pool, self._products)
         static = model.embed_VD.device.type != "cpu" if limits.static is None else limits.static
-        self._decoding: Decoding = (StaticDecoding if static else SlabDecoding)(model, self._pool)
+        self._decoding: Decoding = (
+            StaticDecoding(model, self._pool) if static else SlabDecoding(model, self._pool, self._products)
+        )
         self._queue: deque[tuple[str, Job]] = deque()
         self._running: list[_Running] = []
 
@@ -322,7 +327,9 @@ class Runner:
     def _logits(self, hidden_BD: torch.Tensor, lora_B: Sequence[Lora]) -> torch.Tensor:
         rows = hidden_BD.shape[0]
         total = padded(rows)
-        return self._model.logits(F.pad(hidden_BD, (0, 0, 0, total - rows)), Mixture.of(lora_B, total))[:rows]
+        return self._model.logits(F.pad(hidden_BD, (0, 0, 0, total - rows)), Mixture.of(self._products, lora_B, total))[
+            :rows
+        ]
 
     def _begin(self, running: _Running, logits_V: torch.Tensor) -> None:
         """The prompt has been run: draw the first tokens."""
