@@ -15,15 +15,16 @@ heads, G key/value heads, R query heads of a group times queries, C channels of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from tinkex.engine.attention import AttentionRule, attend, soft_cap, visible
-from tinkex.engine.cache import BLOCK, NOTHING, SCRATCH, Pool, blocks_for
+from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for
 from tinkex.engine.decoder import BARE, Decoder, Lora, hidden_states
 from tinkex.engine.mixtures import Bank, Mixture, Products, padded
 
@@ -34,6 +35,11 @@ SMALLEST_SLAB = 128
 CUDA_TILE = 512
 """Queries attended at once in prefill on a GPU; on a CPU a block of them, so that the bits do not depend on more."""
 LEAST_RANKS = 64
+KERNEL_WIDTH = 16
+KERNEL_ERROR = 0.03
+"""How far results of standard normal keys and values may lie apart, in bfloat16."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -72,7 +78,7 @@ def weigh(
     return torch.bmm(scores.softmax(-1), v_NSC)
 
 
-def put(array: Array | Sequence[int], like: torch.Tensor) -> torch.Tensor:
+def put(array: Array | Sequence[int] | Sequence[Sequence[int]], like: torch.Tensor) -> torch.Tensor:
     """Whole numbers, on the device of a tensor."""
     return torch.from_numpy(np.asarray(array, dtype=np.int64)).to(like.device)
 
@@ -372,6 +378,7 @@ class StaticDecoding:
     def __init__(self, model: Decoder, pool: Pool) -> None:
         self._model, self._pool = model, pool
         self._bank = Bank(model, 0)
+        self._kernel = find_kernel(model, pool)
         self._shapes: dict[tuple[int, int, bool], _Shape] = {}
         self._memory = torch.cuda.graph_pool_handle() if self._captures else None
 
@@ -394,10 +401,10 @@ class StaticDecoding:
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """Decode one token of each row."""
         adapted = self._place(rows)
-        size, width = _rounded(len(rows)), _rounded(max(len(row.blocks) for row in rows))
+        size, width = _rounded(len(rows)), self._width(max(len(row.blocks) for row in rows))
         shape = self._shapes.get((size, width, adapted))
         if shape is None:
-            shape = _Shape(self._model, self._pool, self._bank if adapted else None, size, width)
+            shape = _Shape(self._model, self._pool, self._bank if adapted else None, self._kernel, size, width)
             self._shapes[size, width, adapted] = shape
             shape.fill(rows)
             if self._memory is not None:
@@ -407,6 +414,15 @@ class StaticDecoding:
         for row in rows:
             row.length += 1
         return shape.run()[: len(rows)]
+
+    def _width(self, blocks: int) -> int:
+        """Room in the tables: the kernel reads what a row has, so few widths do; plain attention reads it all."""
+        if self._kernel is None:
+            return _rounded(blocks)
+        width = KERNEL_WIDTH
+        while width < blocks:
+            width *= 4
+        return width
 
     def _place(self, rows: Sequence[Row]) -> bool:
         """See that the adapters of these rows are in the bank; whether there are any."""
@@ -422,8 +438,10 @@ class StaticDecoding:
 class _Shape:
     """A pass over a fixed number of rows with room for a fixed number of blocks: its inputs, and its graph."""
 
-    def __init__(self, model: Decoder, pool: Pool, bank: Bank | None, rows: int, width: int) -> None:
-        self._model, self._pool, self._bank = model, pool, bank
+    def __init__(
+        self, model: Decoder, pool: Pool, bank: Bank | None, kernel: Kernel | None, rows: int, width: int
+    ) -> None:
+        self._model, self._pool, self._bank, self._kernel = model, pool, bank, kernel
         self._host = torch.zeros(rows, 4 + width, dtype=torch.int64, pin_memory=pool.kv.device.type == "cuda")
         self._inputs = torch.zeros(rows, 4 + width, dtype=torch.int64, device=pool.kv.device)
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -461,34 +479,44 @@ class _Shape:
 
     def _pass(self) -> torch.Tensor:
         tokens_B, positions_B, places_B, weights_B = self._inputs[:, :4].unbind(1)
-        attention = _BlockAttention(self._model, self._pool, self._inputs[:, 4:], positions_B, places_B)
+        attention = _BlockAttention(
+            self._model.attention, self._pool, self._kernel, self._inputs[:, 4:], positions_B, places_B
+        )
         lora = BARE if self._bank is None else self._bank.share(weights_B)
         hidden_BD = hidden_states(self._model, tokens_B, positions_B, attention, lora)
         return self._model.logits(hidden_BD, lora)
 
 
 class _BlockAttention:
-    """Attention of one new position of each row to the blocks of its table."""
+    """Attention of one new position of each row to the blocks of its table, by the kernel or by plain means."""
 
     def __init__(
         self,
-        model: Decoder,
+        rules: Sequence[AttentionRule],
         pool: Pool,
+        kernel: Kernel | None,
         tables_BN: torch.Tensor,
         positions_B: torch.Tensor,
         places_B: torch.Tensor,
     ) -> None:
-        self._rules, self._pool = model.attention, pool
+        self._rules, self._pool, self._kernel = rules, pool, kernel
         self._tables_BN, self._places_B = tables_BN.contiguous(), places_B.contiguous()
-        self._positions_B1 = positions_B[:, None]
+        self._positions_B = positions_B.contiguous()
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def __call__(self, layer: int, q_BHC: torch.Tensor, k_BGC: torch.Tensor, v_BGC: torch.Tensor) -> torch.Tensor:
-        """Keep the keys and values, then attend: the heads of a group are queries of one sequence."""
+        """Keep the keys and values, then attend."""
         self._pool.write(layer, self._places_B, k_BGC, v_BGC)
         rule = self._rules[layer]
+        if self._kernel is None:
+            return self._gathered(layer, q_BHC, rule)
+        kv_2NSGC, softcap = self._pool.kv[layer], rule.softcap
+        return self._kernel(q_BHC, kv_2NSGC, self._tables_BN, self._positions_B, rule.scale, rule.window, softcap)
+
+    def _gathered(self, layer: int, q_BHC: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        """Over a copy of the blocks: the heads of a group are queries of one sequence."""
         k_BSGC, v_BSGC = self._pool.read(layer, self._tables_BN)
-        count, groups, channels = k_BGC.shape
+        count, _, groups, channels = k_BSGC.shape
         q_BRGC = q_BHC.view(count, groups, -1, channels).transpose(1, 2)
         seen = self._seen(rule).expand(-1, q_BRGC.shape[1], -1)
         mixed = attend(q_BRGC, k_BSGC, v_BSGC, seen, rule)
@@ -497,8 +525,51 @@ class _BlockAttention:
     def _seen(self, rule: AttentionRule) -> torch.Tensor:
         if rule.window not in self._masks:
             keys_S = torch.arange(self._tables_BN.shape[1] * BLOCK, device=self._tables_BN.device)
-            self._masks[rule.window] = visible(self._positions_B1, keys_S, rule)
+            self._masks[rule.window] = visible(self._positions_B[:, None], keys_S, rule)
         return self._masks[rule.window]
+
+
+Kernel: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None, float | None], torch.Tensor
+]
+"""Attention from blocks, as `paged_kernel.paged_attention` does it."""
+
+
+def find_kernel(model: Decoder, pool: Pool) -> Kernel | None:
+    """The kernel, if Triton is here and it gives what plain attention gives on the heads of this model."""
+    config = model.config
+    if pool.kv.device.type != "cuda" or config.head_dim & (config.head_dim - 1) or config.head_dim < 16:
+        return None
+    try:
+        from tinkex.engine.paged_kernel import paged_attention
+
+        error = _kernel_error(paged_attention, model)
+    except Exception as reason:  # no Triton, no compiler, no such chip: all that matters is that there is another way
+        logger.warning("decoding goes without its attention kernel, and is slower: %s", reason)
+        return None
+    if not error < KERNEL_ERROR:
+        logger.warning("decoding goes without its attention kernel, which is off by %s here", error)
+        return None
+    return paged_attention
+
+
+def _kernel_error(kernel: Kernel, model: Decoder) -> float:
+    """How far the kernel is from plain attention, for a few rows of different lengths."""
+    pool, config = Pool(model, 6), model.config
+    generator = torch.Generator(pool.kv.device).manual_seed(0)
+    for block in range(RESERVED, RESERVED + 6):
+        pool.kv[:, :, block].normal_(generator=generator)
+    tables_BN = put([[2, 3, 4], [5, 6, NOTHING], [7, NOTHING, NOTHING]], pool.kv)
+    positions_B = put([3 * BLOCK - 2, BLOCK, 5], pool.kv)
+    q_BHC = pool.kv.new_empty(3, config.heads, config.head_dim).normal_(generator=generator)
+    worst = 0.0
+    for layer in range(config.layers):
+        rule = model.attention[layer]
+        plain = _BlockAttention(model.attention, pool, None, tables_BN, positions_B, positions_B)
+        expected = plain._gathered(layer, q_BHC, rule)
+        got = kernel(q_BHC, pool.kv[layer], tables_BN, positions_B, rule.scale, rule.window, rule.softcap)
+        worst = max(worst, float((got - expected).abs().max()))
+    return worst
 
 
 def _rounded(number: int) -> int:

@@ -43,7 +43,7 @@ class Products:
         size = sum(linear.weight_ND.numel() * linear.weight_ND.element_size() for linear in model.linears())
         like = model.embed_VD
         fits = like.device.type == "cpu" and like.dtype == torch.float32 and size <= most_bytes
-        self._packs = fits and torch.backends.mkldnn.is_available()
+        self._packs = fits and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self._packed: dict[str, torch.Tensor] = {}
 
     def __call__(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
