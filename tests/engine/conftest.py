@@ -11,6 +11,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -21,6 +25,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from tinkex.engine.torch_engine import TorchEngine
@@ -51,6 +59,19 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+SLOW = {"rope_type": "default", "rope_theta": 100000.0}
+WINDOW = 6
+SLIDES: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW}
+FOUR: dict[str, Any] = {**SMALL, "num_hidden_layers": 4, "pad_token_id": 0}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+GEMMA: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 10,
+}
+MOSTLY_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[Callable[..., PreTrainedModel], PreTrainedConfig]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
     "llama-tied": (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True)),
@@ -60,6 +81,39 @@ FAMILIES: dict[str, tuple[Callable[..., PreTrainedModel], PreTrainedConfig]] = {
     "mistral": (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=None, head_dim=16)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16)),
+    "llama2": (LlamaForCausalLM, LlamaConfig(**{**SMALL, "num_key_value_heads": 4})),
+    "smollm2": (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True, rope_parameters=SLOW)),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**FOUR, no_rope_layer_interval=2, tie_word_embeddings=True)),
+    "smollm3-window": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config(**FOUR, **SLIDES, no_rope_layers=[1, 0, 0, 1], attention_bias=True, tie_word_embeddings=False),
+    ),
+    "mistral-window": (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=WINDOW, head_dim=16)),
+    "qwen2-window": (Qwen2ForCausalLM, Qwen2Config(**SMALL, **SLIDES, max_window_layers=1)),
+    "qwen3-window": (Qwen3ForCausalLM, Qwen3Config(**SMALL, **SLIDES, max_window_layers=1, head_dim=16)),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, **EXPERTS, norm_topk_prob=True)),
+    "qwen3-moe-mixed": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**FOUR, **EXPERTS, **SLIDES, mlp_only_layers=[1], decoder_sparse_step=2),
+    ),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config(**GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(**GEMMA, rope_parameters={"full_attention": LINEAR}, layer_types=MOSTLY_SLIDING),
+    ),
+    "gemma3-untied": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(
+            **GEMMA,
+            tie_word_embeddings=False,
+            attention_bias=True,
+            final_logit_softcapping=3.0,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+        ),
+    ),
 }
 
 Checkpoint: TypeAlias = Callable[[str], Path]

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tinkex.engine import EngineError
 from tinkex.engine.attention import PackedAttention
-from tinkex.engine.decoder import Decoder, DecoderConfig, hidden_states
+from tinkex.engine.config import DecoderConfig
+from tinkex.engine.decoder import Decoder, hidden_states
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.engine.weights import load_decoder, resolve
 
@@ -69,11 +70,10 @@ def test_rope_is_read_in_both_forms(checkpoint: Checkpoint, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; covered are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "mamba"}, "'mamba' is not supported; covered are gemma2, gemma3_text, llama, mistral, qwen2"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'.*default, linear, llama3"),
         ({"hidden_act": "gelu"}, "'gelu'"),
-        ({"model_type": "mistral", "sliding_window": 16}, "sliding-window attention \\(16 tokens\\)"),
-        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, "sliding-window"),
+        ({"model_type": "mistral", "sliding_window": 0}, "a sliding window of 0 tokens sees nothing"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"intermediate_size": 64}, r"gate_proj.weight has shape \[48, 32\], expected \[64, 32\]"),
@@ -93,7 +93,8 @@ def test_uncovered_checkpoints_are_refused(
 def test_a_window_that_is_switched_off_is_no_window() -> None:
     fields = {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False, "hidden_size": 8}
     sizes = dict.fromkeys(["num_attention_heads", "vocab_size", "intermediate_size", "num_hidden_layers"], 2)
-    assert DecoderConfig.from_json({**fields, **sizes, "max_position_embeddings": 64}).context == 64
+    config = DecoderConfig.from_json({**fields, **sizes, "max_position_embeddings": 64, "max_window_layers": 0})
+    assert [rule.window for rule in config.attention] == [None, None]
 
 
 def test_sharded_checkpoints(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -45,6 +45,16 @@ def soft_cap(x: torch.Tensor, bound: float | None) -> torch.Tensor:
     return x if bound is None else torch.tanh(x / bound) * bound
 
 
+def soft_cap_slope(capped: torch.Tensor, bound: float) -> torch.Tensor:
+    """The derivative of `soft_cap`, from what it returned."""
+    return 1 - (capped / bound).square()
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """In float32 at least: near a bound, 16 bits tell values apart no longer."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def attend(
     q_BQHC: torch.Tensor, k_BKGC: torch.Tensor, v_BKGC: torch.Tensor, seen: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
@@ -63,8 +73,7 @@ def attend(
     # The heads that share keys are one more axis of the product, so that keys are read where they lie.
     q = q_BQHC.view(count, queries, groups, -1, channels).permute(0, 2, 3, 1, 4)
     k, v = (x.transpose(1, 2)[:, :, None] for x in (k_BKGC, v_BKGC))
-    scores = (q * rule.scale) @ k.transpose(3, 4)
-    scores = soft_cap(scores.to(torch.promote_types(scores.dtype, torch.float32)), rule.softcap)
+    scores = soft_cap(widened((q * rule.scale) @ k.transpose(3, 4)), rule.softcap)
     probs = scores.masked_fill(~seen[..., None, :, :], -torch.inf).softmax(-1).to(v.dtype)
     return (probs @ v).permute(0, 3, 1, 2, 4).reshape(count, queries, -1)
 

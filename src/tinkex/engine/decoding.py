@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from tinkex.engine.attention import AttentionRule, attend, soft_cap, visible
+from tinkex.engine.attention import AttentionRule, attend, soft_cap, visible, widened
 from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for
 from tinkex.engine.decoder import BARE, Decoder, Lora, hidden_states
-from tinkex.engine.mixtures import Bank, Mixture, Products, padded
+from tinkex.engine.mixtures import Bank, Mixture, Products, padded, widest
 
 if TYPE_CHECKING:
     from tinkex.types.tensors import Array
@@ -74,8 +74,8 @@ def weigh(
     if rule.softcap is None:
         scores = torch.baddbmm(bias, q_NRC, k_NSC.transpose(1, 2), alpha=rule.scale)
     else:
-        scores = soft_cap(torch.bmm(q_NRC * rule.scale, k_NSC.transpose(1, 2)), rule.softcap) + bias
-    return torch.bmm(scores.softmax(-1), v_NSC)
+        scores = soft_cap(widened(torch.bmm(q_NRC * rule.scale, k_NSC.transpose(1, 2))), rule.softcap) + bias
+    return torch.bmm(scores.softmax(-1).to(v_NSC.dtype), v_NSC)
 
 
 def put(array: Array | Sequence[int] | Sequence[Sequence[int]], like: torch.Tensor) -> torch.Tensor:
@@ -384,7 +384,8 @@ class StaticDecoding:
 
     @property
     def _captures(self) -> bool:
-        return self._pool.kv.device.type == "cuda"
+        """Whether passes are recorded; those of experts cannot be, for who gets which token is known only then."""
+        return self._pool.kv.device.type == "cuda" and all(x.sharers == 1 for x in self._model.linears())
 
     def join(self, row: Row, prompt: Sequence[int]) -> None:
         """Give the row its own copy of the block in which the prompt ends."""
@@ -428,7 +429,7 @@ class StaticDecoding:
         """See that the adapters of these rows are in the bank; whether there are any."""
         adapters = {row.weights: row.lora for row in rows if row.lora.factors}
         if adapters and not self._bank.place(adapters):
-            ranks = sum(next(iter(lora.factors.values())).b_NR[0].shape[1] for lora in adapters.values())
+            ranks = sum(map(widest, adapters.values()))
             self._shapes = {key: shape for key, shape in self._shapes.items() if not key[2]}
             self._bank = Bank(self._model, max(LEAST_RANKS, 2 * self._bank.ranks, _rounded(ranks)))
             self._bank.place(adapters)

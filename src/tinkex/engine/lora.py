@@ -1,6 +1,6 @@
 """LoRA factors: their layout in one flat buffer, their seeded start, and the linear layer that applies them.
 
-    y = x W^T + (32 / r) (x A^T) B^T        A [r, in] seeded, B [out, r] zero, W frozen
+    y = x W^T + (32 / r) (x A^T) B^T        A [r, in] seeded, B [out, r] zero, W frozen; r is less for experts
 
 All factors of an adapter are views of one flat float32 tensor, and so are their gradients: optimizer steps, clipping
 and copies are single operations. A tensor of weights is never changed in place, only replaced; therefore a snapshot
@@ -46,6 +46,8 @@ class Linear:
     bias_N: torch.Tensor | None
     modules: Sequence[str]
     sizes: list[int]
+    sharers: int = 1
+    """How many linear layers share the rank of an adapter: the experts of a layer, else this one alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,14 @@ class Layout:
         if not groups:
             raise EngineError("at least one of train_attn, train_mlp and train_unembed must be true")
         self.lora = lora
-        self.scale = ALPHA / lora.rank
         self.linears = [linear for linear in linears if linear.group in groups]
         self.size = sum(
-            lora.rank * (w.shape[1] * len(x.sizes) + w.shape[0]) for x in self.linears for w in [x.weight_ND]
+            self.rank(x) * (w.shape[1] * len(x.sizes) + w.shape[0]) for x in self.linears for w in [x.weight_ND]
         )
+
+    def rank(self, linear: Linear) -> int:
+        """The rank of a linear layer's factors: experts divide the adapter's among them."""
+        return max(1, self.lora.rank // linear.sharers)
 
     @property
     def modules(self) -> list[str]:
@@ -97,7 +102,7 @@ class Layout:
 
     def factors(self, flat: torch.Tensor) -> dict[str, Factors]:
         """Views of a flat buffer, by the name of the linear layer."""
-        views, start, rank = {}, 0, self.lora.rank
+        views, start = {}, 0
 
         def take(rows: int, columns: int) -> torch.Tensor:
             nonlocal start
@@ -106,8 +111,9 @@ class Layout:
             return view
 
         for linear in self.linears:
+            rank = self.rank(linear)
             a_RD = take(rank * len(linear.sizes), linear.weight_ND.shape[1])
-            views[linear.name] = Factors(a_RD, [take(size, rank) for size in linear.sizes], self.scale)
+            views[linear.name] = Factors(a_RD, [take(size, rank) for size in linear.sizes], ALPHA / rank)
         return views
 
     def tensors(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,7 +121,7 @@ class Layout:
         views = self.factors(flat)
         for linear in self.linears:
             factors = views[linear.name]
-            a_each = torch.split(factors.a_RD, self.lora.rank)
+            a_each = torch.split(factors.a_RD, self.rank(linear))
             for module, a, b in zip(linear.modules, a_each, factors.b_NR, strict=True):
                 yield f"{module}.lora_A", a
                 yield f"{module}.lora_B", b

@@ -48,6 +48,9 @@ class Products:
 
     def __call__(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
         """A linear layer of the base model."""
+        rows = x_TD.shape[0]
+        if rows % ROWS:  # what experts got
+            return self(F.pad(x_TD, (0, 0, 0, padded(rows) - rows)), linear)[:rows]
         if not self._packs:
             return F.linear(x_TD, linear.weight_ND, linear.bias_N)
         weight = self._packed.get(linear.name)
@@ -127,6 +130,11 @@ def _add(x: torch.Tensor, y: torch.Tensor, linear: Linear, factors: Factors) -> 
         part.addmm_(low_part, b_NR.t(), alpha=factors.scale)
 
 
+def widest(lora: Lora) -> int:
+    """The rank of an adapter; that of experts is less."""
+    return max(factors.b_NR[0].shape[1] for factors in lora.factors.values())
+
+
 class Bank:
     """Adapters side by side: for each linear layer A `[R, D]` and B `[N, R]` of them all, and who owns which rank.
 
@@ -146,7 +154,7 @@ class Bank:
             self._b[linear.name] = torch.zeros(outputs, wide, dtype=like.dtype, device=like.device)
         self._sizes = {linear.name: linear.sizes for linear in model.linears()}
         self._owner_R = torch.zeros(ranks, dtype=torch.int64, device=like.device)
-        self._scale_R = torch.zeros(ranks, dtype=like.dtype, device=like.device)
+        self._dtype = like.dtype
         self._places: dict[int, tuple[int, int]] = {}
 
     def place(self, adapters: Mapping[int, Lora]) -> bool:
@@ -160,24 +168,22 @@ class Bank:
 
     def share(self, numbers_T: torch.Tensor) -> BankShare:
         """The adaptation of a pass whose rows belong to the adapters of these numbers."""
-        mask_TR = (numbers_T[:, None] == self._owner_R).to(self._scale_R.dtype) * self._scale_R
-        return BankShare(self._a, self._b, mask_TR)
+        return BankShare(self._a, self._b, (numbers_T[:, None] == self._owner_R).to(self._dtype))
 
     def _put(self, number: int, lora: Lora) -> bool:
-        rank = next(iter(lora.factors.values())).b_NR[0].shape[1]
-        start = self._gap(rank)
+        most = widest(lora)
+        start = self._gap(most)
         if start is None:
             return False
-        self._places[number] = (start, rank)
-        self._owner_R[start : start + rank] = number
-        self._scale_R[start : start + rank] = next(iter(lora.factors.values())).scale
+        self._places[number] = (start, most)
+        self._owner_R[start : start + most] = number
         for name, factors in lora.factors.items():
-            row = 0
+            row, rank = 0, factors.b_NR[0].shape[1]
             a_each = torch.split(factors.a_RD, rank)
             for module, (a_RD, b_NR) in enumerate(zip(a_each, factors.b_NR, strict=True)):
                 first = module * self.ranks + start
                 self._a[name][first : first + rank] = a_RD
-                self._b[name][row : row + b_NR.shape[0], first : first + rank] = b_NR
+                self._b[name][row : row + b_NR.shape[0], first : first + rank] = b_NR * factors.scale
                 row += b_NR.shape[0]
         return True
 
@@ -193,7 +199,6 @@ class Bank:
     def _remove(self, number: int) -> None:
         start, rank = self._places.pop(number)
         self._owner_R[start : start + rank] = 0
-        self._scale_R[start : start + rank] = 0
         for name, sizes in self._sizes.items():
             for module in range(len(sizes)):
                 first = module * self.ranks + start

@@ -161,13 +161,13 @@ def adamw(state: AdamState, grad: torch.Tensor, params: AdamParams) -> AdamState
 
 
 def dimuon(state: DimuonState, grad: torch.Tensor, params: DimuonParams, layout: Layout) -> DimuonState:
-    """Each A and each B moves by the learning rate times its orthogonalised momentum, of Frobenius norm sqrt(rank)."""
+    """Each A and each B moves by the learning rate times its orthogonalised momentum, its norm the root of its rank."""
     momentum = state.momentum.lerp(grad, 1 - params.beta1)
     weights = state.weights.clone()
     for views, moments in zip(_by_shape(layout, weights), _by_shape(layout, momentum), strict=True):
         directions_BRD = orthogonalised(torch.stack(moments))
         for view, direction_RD in zip(views, directions_BRD, strict=True):
-            view.sub_(direction_RD, alpha=params.learning_rate * math.sqrt(layout.lora.rank))
+            view.sub_(direction_RD, alpha=params.learning_rate * math.sqrt(view.shape[0]))
     return DimuonState(weights, momentum, state.step + 1)
 
 

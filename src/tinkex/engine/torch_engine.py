@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinkex.engine import ADAMW, BaseModel, EngineError, Listener, SampleDone
+from tinkex.engine.config import DecoderConfig
 from tinkex.engine.custom import CompiledLoss, compile_graph
-from tinkex.engine.decoder import BARE, Decoder, DecoderConfig, Lora
+from tinkex.engine.decoder import BARE, Decoder, Lora
 from tinkex.engine.jobs import Job, Source
 from tinkex.engine.lora import Layout
 from tinkex.engine.objectives import find_objective

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from tinkex.engine import ADAMW, EngineError
-from tinkex.engine.attention import PackedAttention
-from tinkex.engine.decoder import BARE, Decoder, Lora, hidden_states
+from tinkex.engine.attention import PackedAttention, soft_cap_slope
+from tinkex.engine.decoder import BARE, Decoder, Lora, cap_logits, hidden_states
 from tinkex.engine.lora import Factors, Gradients, Layout, Linear, lora_backward, lora_linear
 from tinkex.engine.losses import Examples, Room
 from tinkex.engine.objectives import Evaluated, Objective
@@ -81,7 +81,7 @@ def run_pass(
             packed = Packed.of(examples, indices, model.embed_VD)
             attend = PackedAttention(packed.runs, model.attention)
             hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, attend, lora)
-            logprobs_M = target_logprobs(model.head, hidden_TD, packed.rows_M, packed.targets_M, lora)
+            logprobs_M = target_logprobs(model, hidden_TD, packed.rows_M, packed.targets_M, lora)
             evaluated = objective.evaluate(logprobs_M, examples, indices, backward=backward)
             results.put(indices, logprobs_M, evaluated)
             if evaluated.grad_M is not None:
@@ -203,12 +203,12 @@ def _check_finite(what: str, values: Array, starts: Array, indices: list[int]) -
 
 
 def target_logprobs(
-    head: Linear, hidden_TD: torch.Tensor, rows_M: torch.Tensor, targets_M: torch.Tensor, lora: Lora = BARE
+    model: Decoder, hidden_TD: torch.Tensor, rows_M: torch.Tensor, targets_M: torch.Tensor, lora: Lora = BARE
 ) -> torch.Tensor:
     """Log-probabilities of targets (target m belongs to row `rows_M[m]`, ascending), never holding all logits."""
     anchor = lora.gradients.anchor if lora.gradients else torch.zeros(0)
     logprobs_M: torch.Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, anchor, head, rows_M, targets_M, lora
+        hidden_TD, anchor, model.head, rows_M, targets_M, lora, model.config.logit_cap
     )
     return logprobs_M
 
@@ -234,16 +234,19 @@ class _TargetLogprobs(torch.autograd.Function):
         rows_M: torch.Tensor,
         targets_M: torch.Tensor,
         lora: Lora,
+        cap: float | None,
     ) -> torch.Tensor:
         keep = lora.gradients is not None and hidden_TD.shape[0] * head.weight_ND.shape[0] <= KEPT_LOGITS
+        keep = keep and cap is None  # the slope of the cap is read off the logits, which are not what is kept
         out, kept = [], []
         for rows, span in _chunks(hidden_TD.shape[0], head, rows_M):
-            logprobs_TV = log_softmax(lora_linear(hidden_TD[rows], head, lora.factors.get(head.name), None))
+            logits_TV = cap_logits(lora_linear(hidden_TD[rows], head, lora.factors.get(head.name), None), cap)
+            logprobs_TV = log_softmax(logits_TV)
             out.append(logprobs_TV[rows_M[span] - rows.start, targets_M[span]])
             if keep:
                 kept.append(logprobs_TV)
         ctx.save_for_backward(hidden_TD, rows_M, targets_M)
-        ctx.head, ctx.lora, ctx.kept = head, lora, kept
+        ctx.head, ctx.lora, ctx.cap, ctx.kept = head, lora, cap, kept
         return torch.cat(out)
 
     @staticmethod
@@ -255,6 +258,7 @@ class _TargetLogprobs(torch.autograd.Function):
             dhidden = _head_backward(
                 ctx.head,
                 ctx.lora,
+                ctx.cap,
                 hidden_TD[rows],
                 kept,
                 rows_M[span] - rows.start,
@@ -263,7 +267,7 @@ class _TargetLogprobs(torch.autograd.Function):
             )
             if dhidden_TD is not None:
                 dhidden_TD[rows] = dhidden
-        return dhidden_TD, None, None, None, None, None
+        return dhidden_TD, None, None, None, None, None, None
 
 
 def log_softmax(logits_TV: torch.Tensor) -> torch.Tensor:
@@ -274,6 +278,7 @@ def log_softmax(logits_TV: torch.Tensor) -> torch.Tensor:
 def _head_backward(
     head: Linear,
     lora: Lora,
+    cap: float | None,
     hidden_TD: torch.Tensor,
     kept_TV: torch.Tensor | None,
     rows_M: torch.Tensor,
@@ -282,12 +287,17 @@ def _head_backward(
 ) -> torch.Tensor:
     """Gradient of one chunk's hidden states: d logits = scattered gradient - softmax * its sum over the row."""
     factors = lora.factors.get(head.name)
+    slope_TV = None
     if kept_TV is None:
-        kept_TV = log_softmax(lora_linear(hidden_TD, head, factors, None))
+        logits_TV = cap_logits(lora_linear(hidden_TD, head, factors, None), cap)
+        slope_TV = None if cap is None else soft_cap_slope(logits_TV, cap)
+        kept_TV = log_softmax(logits_TV)
     row_grad_T1 = torch.zeros(hidden_TD.shape[0], 1, dtype=grad_M.dtype, device=grad_M.device)
     row_grad_T1.index_add_(0, rows_M, grad_M[:, None])
     dlogits_TV = kept_TV.exp_().mul_(-row_grad_T1)
     dlogits_TV.index_put_((rows_M, targets_M), grad_M, accumulate=True)
+    if slope_TV is not None:
+        dlogits_TV.mul_(slope_TV)
     dlogits_TV = dlogits_TV.to(hidden_TD.dtype)
     if factors is None or lora.gradients is None:
         return dlogits_TV @ head.weight_ND

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tinkex.engine import EngineError
-from tinkex.engine.decoder import Decoder, DecoderConfig, Layer, inverse_frequencies
+from tinkex.engine.config import DecoderConfig, ExpertsConfig, inverse_frequencies
+from tinkex.engine.decoder import Decoder, Layer, Mlp
+from tinkex.engine.experts import Experts
 from tinkex.engine.lora import ALPHA, GROUPS, Layout, Linear
 from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from tinkex.engine.optim import State
 
@@ -115,18 +118,15 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
     config = DecoderConfig.read(directory)
     with ExitStack() as stack:
         tensors = _Tensors(directory, stack)
-
-        def get(name: str, *shape: int) -> torch.Tensor:
-            return tensors.read(name, shape).to(device=device, dtype=dtype)
-
-        layers = [_layer(config, f"model.layers.{index}.", get) for index in range(config.layers)]
-        embed = get("model.embed_tokens.weight", config.vocab, config.hidden)
-        head = embed if config.tied else get("lm_head.weight", config.vocab, config.hidden)
+        source = _Source(config, tensors, dtype, device)
+        layers = [source.layer(index) for index in range(config.layers)]
+        embed = source.get("model.embed_tokens.weight", config.vocab, config.hidden)
+        head = embed if config.tied else source.get("lm_head.weight", config.vocab, config.hidden)
         decoder = Decoder(
             config=config,
             embed_VD=embed,
             layers=layers,
-            norm_D=get("model.norm.weight", config.hidden),
+            norm_D=source.norm("model.norm", config.hidden),
             head=Linear("lm_head", "unembed", head, None, ["lm_head"], [config.vocab]),
             frequencies=inverse_frequencies(config).to(device),
         )
@@ -134,30 +134,85 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
     return decoder
 
 
-def _layer(config: DecoderConfig, prefix: str, get: Callable[..., torch.Tensor]) -> Layer:
-    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The parts of a decoder, read from a checkpoint's tensors."""
 
-    def linear(name: str, group: str, inputs: int, bias: bool, **outputs: int) -> Linear:
-        modules = [f"{prefix}{'self_attn' if group == 'attn' else 'mlp'}.{module}" for module in outputs]
-        sizes = list(outputs.values())
-        parts = [get(f"{module}.weight", size, inputs) for module, size in zip(modules, sizes, strict=True)]
-        biases = [get(f"{module}.bias", size) for module, size in zip(modules, sizes, strict=True)] if bias else []
+    config: DecoderConfig
+    tensors: _Tensors
+    dtype: torch.dtype
+    device: torch.device
+
+    def get(self, name: str, *shape: int) -> torch.Tensor:
+        return self.tensors.read(name, shape).to(device=self.device, dtype=self.dtype)
+
+    def norm(self, module: str, size: int) -> torch.Tensor:
+        """The weight of a norm. One that is kept less one would lose bits where 16 are all: it stays in float32."""
+        if not self.config.centred_norms:
+            return self.get(f"{module}.weight", size)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return self.tensors.read(f"{module}.weight", (size,)).to(device=self.device, dtype=wide) + 1
+
+    def linear(self, prefix: str, name: str, group: str, inputs: int, bias: bool, **outputs: int) -> Linear:
+        """Projections of one input, stacked."""
+        modules, sizes = [prefix + module for module in outputs], list(outputs.values())
+        parts = [self.get(f"{module}.weight", size, inputs) for module, size in zip(modules, sizes, strict=True)]
+        biases = [self.get(f"{module}.bias", size) for module, size in zip(modules, sizes, strict=True) if bias]
         return Linear(prefix + name, group, torch.cat(parts), torch.cat(biases) if bias else None, modules, sizes)
 
-    def head_norm(name: str) -> torch.Tensor | None:
-        return get(f"{prefix}self_attn.{name}.weight", config.head_dim) if config.qk_norm else None
+    def layer(self, index: int) -> Layer:
+        config, prefix = self.config, f"model.layers.{index}."
+        hidden, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+        attn = prefix + "self_attn."
+        # With norms after attention and mlp, the one that is called "post attention" elsewhere has this other name.
+        before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+        return Layer(
+            input_norm_D=self.norm(prefix + "input_layernorm", hidden),
+            qkv=self.linear(attn, "qkv", "attn", hidden, config.qkv_bias, q_proj=query, k_proj=key, v_proj=key),
+            o=self.linear(attn, "o", "attn", query, config.o_bias, o_proj=hidden),
+            mlp_norm_D=self.norm(prefix + before_mlp, hidden),
+            mlp=self.feed_forward(index, prefix + "mlp."),
+            q_norm_C=self.norm(attn + "q_norm", config.head_dim) if config.qk_norm else None,
+            k_norm_C=self.norm(attn + "k_norm", config.head_dim) if config.qk_norm else None,
+            post_attention_norm_D=self.norm(prefix + "post_attention_layernorm", hidden) if config.post_norms else None,
+            post_mlp_norm_D=self.norm(prefix + "post_feedforward_layernorm", hidden) if config.post_norms else None,
+        )
 
-    hidden, mlp = config.hidden, config.mlp
-    return Layer(
-        input_norm_D=get(prefix + "input_layernorm.weight", hidden),
-        qkv=linear("qkv", "attn", hidden, config.qkv_bias, q_proj=query, k_proj=key, v_proj=key),
-        o=linear("o", "attn", query, config.o_bias, o_proj=hidden),
-        mlp_norm_D=get(prefix + "post_attention_layernorm.weight", hidden),
-        gate_up=linear("gate_up", "mlp", hidden, config.mlp_bias, gate_proj=mlp, up_proj=mlp),
-        down=linear("down", "mlp", mlp, config.mlp_bias, down_proj=hidden),
-        q_norm_C=head_norm("q_norm"),
-        k_norm_C=head_norm("k_norm"),
-    )
+    def feed_forward(self, index: int, prefix: str) -> Mlp | Experts:
+        config, hidden, size = self.config, self.config.hidden, self.config.mlp
+        if config.experts is not None and index in config.experts.layers:
+            return self.experts(config.experts, prefix)
+        return Mlp(
+            gate_up=self.linear(prefix, "gate_up", "mlp", hidden, config.mlp_bias, gate_proj=size, up_proj=size),
+            down=self.linear(prefix, "down", "mlp", size, config.mlp_bias, down_proj=hidden),
+            activation=config.activation,
+        )
+
+    def experts(self, about: ExpertsConfig, prefix: str) -> Experts:
+        """The experts of a layer: each a view of two tensors that hold them all."""
+        hidden, size = self.config.hidden, about.mlp
+        gate_up_END = torch.empty(about.count, 2 * size, hidden, dtype=self.dtype, device=self.device)
+        down_END = torch.empty(about.count, hidden, size, dtype=self.dtype, device=self.device)
+
+        def expert(number: int) -> Mlp:
+            own = f"{prefix}experts.{number}."
+            gate, up, down = (f"{own}{name}_proj" for name in ("gate", "up", "down"))
+            gate_up_ND, down_ND = gate_up_END[number], down_END[number]
+            gate_up_ND[:size] = self.tensors.read(f"{gate}.weight", (size, hidden))
+            gate_up_ND[size:] = self.tensors.read(f"{up}.weight", (size, hidden))
+            down_ND[:] = self.tensors.read(f"{down}.weight", (hidden, size))
+            return Mlp(
+                Linear(own + "gate_up", "mlp", gate_up_ND, None, [gate, up], [size, size], about.count),
+                Linear(own + "down", "mlp", down_ND, None, [down], [hidden], about.count),
+                self.config.activation,
+            )
+
+        return Experts(
+            router_ED=self.get(prefix + "gate.weight", about.count, hidden),
+            each=[expert(number) for number in range(about.count)],
+            chosen=about.chosen,
+            normed=about.normed,
+        )
 
 
 def save_adapter(directory: Path, base_model: str, layout: Layout, state: State, *, optimizer: bool) -> None:
@@ -187,6 +242,7 @@ def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted({module.rsplit(".", 1)[-1] for module in layout.modules}),
+        "rank_pattern": _rank_pattern(layout),
         "modules_to_save": None,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -194,6 +250,17 @@ def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
         "use_rslora": False,
         "inference_mode": True,
     }
+
+
+def _rank_pattern(layout: Layout) -> dict[str, int]:
+    """The rank of experts, where it is not the adapter's: for peft where they are modules, and where they are fused."""
+    ranks = {layout.rank(linear) for linear in layout.linears if linear.sharers > 1}
+    patterns = {}
+    for rank in ranks:
+        patterns[r"mlp\.experts\.\d+\.(gate|up)_proj"] = rank
+        patterns[r"mlp\.experts\.(\d+\.)?down_proj"] = rank
+        patterns[r"mlp\.experts\.gate_up_proj"] = 2 * rank
+    return patterns
 
 
 def _named(layout: Layout, flat: torch.Tensor, prefix: str) -> dict[str, torch.Tensor]:
@@ -223,6 +290,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
         raise EngineError(f"{path} is not valid JSON: {error}") from None
     for name, expected in {
         "lora_alpha": ALPHA,
+        "alpha_pattern": {},
         "bias": "none",
         "use_dora": False,
         "use_rslora": False,

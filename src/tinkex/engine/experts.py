@@ -1,0 +1,62 @@
+"""Mixtures of experts: a router sends each token to a few of many mlps, whose results are weighed and added.
+
+Tokens are sorted by expert, and the experts that got some run one after another: each sees its tokens in the order of
+the pass. Factors of LoRA are each expert's own; the router is frozen, yet gradients pass through its weights.
+
+Axes: T packed tokens, D hidden, E experts, K experts of a token, S = T K pairs of token and expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tinkex.engine.decoder import Adaptation, Mlp
+    from tinkex.engine.lora import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The sparse counterpart of an mlp."""
+
+    router_ED: torch.Tensor
+    each: Sequence[Mlp]
+    chosen: int
+    normed: bool
+
+    def __call__(self, x_TD: torch.Tensor, lora: Adaptation) -> torch.Tensor:
+        """The share that is added to the tokens of a pass."""
+        weights_TK, experts_TK = self.route(x_TD)
+        order_S = experts_TK.flatten().argsort(stable=True)
+        tokens_S = order_S // self.chosen
+        counts = torch.bincount(experts_TK.flatten(), minlength=len(self.each)).tolist()
+        outputs = []
+        parts = zip(self.each, *(torch.split(part, counts) for part in (x_TD[tokens_S], tokens_S)), strict=True)
+        for expert, part_TD, rows_T in parts:
+            if rows_T.shape[0]:
+                outputs.append(expert(part_TD, lora, rows_T))
+        # Each pair back to its place beside its token, so that sums have one order whatever the device.
+        places_S = torch.empty_like(order_S)
+        places_S[order_S] = torch.arange(order_S.shape[0], device=order_S.device)
+        y_TKD = torch.cat(outputs)[places_S].view(*weights_TK.shape, -1)
+        return torch.einsum("tkd,tk->td", y_TKD, weights_TK)
+
+    def route(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each token its experts, likeliest first, and their weights."""
+        logits_TE = F.linear(x_TD, self.router_ED)
+        probs_TE = logits_TE.softmax(-1, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
+        weights_TK, experts_TK = probs_TE.topk(self.chosen, dim=-1)
+        if self.normed:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return weights_TK.to(x_TD.dtype), experts_TK
+
+    def linears(self) -> Iterator[Linear]:
+        """Projections of one kind side by side, so that the factors of all experts can be read as one tensor."""
+        for kind in zip(*(expert.linears() for expert in self.each), strict=True):
+            yield from kind

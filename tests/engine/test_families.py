@@ -1,0 +1,400 @@
+"""Every family of models against transformers: logits, gradients of LoRA factors, samples, files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from engine.conftest import VOCAB, WINDOW
+from engine.references import adapter_of, assert_near, gradients, randomise
+from tinkex.engine import ADAMW, DIMUON, EngineError, attention, trainer
+from tinkex.engine.attention import AttentionRule, PackedAttention, attend, causal, visible
+from tinkex.engine.config import ARCHITECTURES, DecoderConfig
+from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
+from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.weights import load_decoder
+from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.training import AdamParams, DimuonParams, LoraConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from engine.conftest import Checkpoint, Data, Sample
+    from tinkex.engine.lora import Linear
+    from tinkex.types.training import OptimizerConfigBase, OptimParams
+
+DENSE = [
+    "llama2",
+    "llama3",
+    "llama-bias",
+    "smollm2",
+    "smollm3",
+    "smollm3-window",
+    "mistral-window",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+    "qwen3-window",
+    "gemma2",
+    "gemma3",
+    "gemma3-untied",
+]
+MIXTURES = ["qwen3-moe", "qwen3-moe-mixed"]
+LENGTHS = [3, 7, 7, 7, 40]
+RUNS = [(1, 3), (3, 7), (1, 40)]
+
+
+def sequences(seed: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
+
+
+def packed_logits(model: Decoder, lora: Adaptation = BARE) -> torch.Tensor:
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    packed = PackedAttention(RUNS, model.attention)
+    with torch.no_grad():
+        return model.logits(hidden_states(model, torch.cat(sequences()), positions, packed, lora), lora)
+
+
+def reference_logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(sequence[None]).logits[0] for sequence in sequences()])
+
+
+def transformers_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """By plain products also for experts: the grouped ones know no float64."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, experts_implementation="eager"
+    )
+    return model
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return load_decoder(directory, dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("dtype", "block"), [(torch.float32, 8), (torch.float64, 512)])
+@pytest.mark.parametrize("family", DENSE + MIXTURES)
+def test_logits_match_transformers(
+    family: str, dtype: torch.dtype, block: int, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "BLOCK", block)
+    reference = transformers_model(checkpoint(family), dtype)
+    ours, theirs = packed_logits(load(checkpoint(family), dtype)), reference_logits(reference)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def merged_gradients(
+    directory: Path, factors: dict[str, torch.Tensor], data: list[Datum], scale: dict[str, float]
+) -> tuple[float, list[Any], dict[str, torch.Tensor]]:
+    """Loss, log-probabilities and gradients by transformers in float64, its weights W + scale B A."""
+    model = transformers_model(directory, torch.float64)
+    leaves = {name: value.double().clone().requires_grad_() for name, value in factors.items()}
+    merged: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+
+    def change(module: str) -> torch.Tensor:
+        if f"{module}.lora_B" not in leaves:
+            return torch.zeros((), dtype=torch.float64)
+        return scale[module] * leaves[f"{module}.lora_B"] @ leaves[f"{module}.lora_A"]
+
+    for name, weight in list(merged.items()):
+        owner, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            each = [[change(f"{owner}.{e}.{p}_proj") for p in ("gate", "up")] for e in range(len(weight))]
+            merged[name] = weight + torch.stack([torch.cat(pair) for pair in each])
+        elif kind == "down_proj":
+            merged[name] = weight + torch.stack([change(f"{owner}.{e}.down_proj") for e in range(len(weight))])
+        elif kind == "weight":
+            merged[name] = weight + change(owner)
+    total, logprobs = torch.zeros((), dtype=torch.float64), []
+    for datum in data:
+        tokens = torch.from_numpy(datum.model_input.to_numpy()).long()[None]
+        logits = functional_call(model, merged, (tokens,), tie_weights=False).logits[0]
+        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].to_numpy())
+        p = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        total = total - (torch.from_numpy(datum.loss_fn_inputs["weights"].to_numpy()).double() * p).sum()
+        logprobs.append(p.detach().numpy())
+    grads = torch.autograd.grad(total, list(leaves.values()))
+    return float(total.detach()), logprobs, dict(zip(leaves, grads, strict=True))
+
+
+@pytest.mark.covers("S10", "S15")
+@pytest.mark.parametrize(("dtype", "block"), [(torch.float32, 512), (torch.float64, 8)])
+@pytest.mark.parametrize("family", DENSE + MIXTURES)
+def test_passes_equal_autograd_through_transformers(
+    family: str,
+    dtype: torch.dtype,
+    block: int,
+    checkpoint: Checkpoint,
+    data: Data,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "BLOCK", block)  # long sequences in several blocks, capped ones computed twice
+    monkeypatch.setattr(trainer, "LOGITS_BUDGET", 10 * VOCAB)
+    engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1, micro_batch_tokens=40)
+    engine.create("a", "m", LoraConfig(rank=8))
+    adapter = adapter_of(engine)
+    randomise(adapter)
+    layout, batch = adapter.layout, data(5, 17, 9, 17, 1, 30, 9)
+    scale = {module: 32 / layout.rank(linear) for linear in layout.linears for module in linear.modules}
+    factors = dict(layout.tensors(adapter.state.weights))
+    total, logprobs, grads = merged_gradients(checkpoint(family), factors, batch, scale)
+
+    output = engine.forward_backward("a", batch, "cross_entropy", {})
+
+    assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+    for ours, theirs in zip(output.loss_fn_outputs, logprobs, strict=True):
+        assert_near(ours["logprobs"].to_numpy(), theirs, 1e-5)
+    for name, grad in gradients(adapter).items():
+        assert_near(grad, grads[name], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "trait", "value"),
+    [
+        ("gemma2", "embed_scale", 1.0),
+        ("gemma2", "logit_cap", None),
+        ("gemma2", "attention", "window"),
+        ("gemma2", "attention", "softcap"),
+        ("gemma2", "attention", "scale"),
+        ("gemma3", "attention", "window"),
+        ("gemma3", "rotary", (0, 0, 0)),
+        ("gemma3", "rotary", (1, 1, 1)),
+        ("smollm3", "rotary", (0, 0, 0, 0)),
+        ("smollm3-window", "attention", "window"),
+        ("mistral-window", "attention", "window"),
+        ("qwen3-moe-mixed", "attention", "window"),
+    ],
+)
+def test_each_trait_matters_to_the_small_models(family: str, trait: str, value: Any, checkpoint: Checkpoint) -> None:
+    model = load(checkpoint(family))
+    if trait == "attention":
+        plain: dict[str, Any] = {"window": None, "softcap": None, "scale": 0.25}
+        value = tuple(replace(rule, **{value: plain[value]}) for rule in model.attention)
+    without = replace(model, config=replace(model.config, **{trait: value}))
+    assert float((packed_logits(model) - packed_logits(without)).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "tolerance"),
+    [
+        *((family, torch.float32, 2e-5) for family in DENSE + MIXTURES),
+        *((family, torch.bfloat16, 0.2) for family in ("gemma2", "gemma3", "smollm3-window")),
+    ],
+)
+def test_sampled_logprobs_equal_the_trainers(
+    family: str, dtype: torch.dtype, tolerance: float, checkpoint: Checkpoint, sample: Sample
+) -> None:
+    engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1)
+    engine.create("a", "m", LoraConfig(rank=8))
+    randomise(adapter_of(engine))
+    engine.snapshot("a", "s")
+    prompt = [int(token) for token in sequences()[-1][: WINDOW + 4]]
+    response = sample(engine, prompt, num_samples=3, max_tokens=3 * WINDOW, stop=[], request={"prompt_logprobs": True})
+    assert response.prompt_logprobs is not None
+    for sequence in response.sequences:
+        tokens = [*prompt, *sequence.tokens]
+        datum = Datum(
+            ModelInput.from_ints(tokens[:-1]),
+            {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)},
+        )
+        output = engine.forward_backward("a", [datum], "cross_entropy", {}, backward=False)
+        theirs = output.loss_fn_outputs[0]["logprobs"].to_numpy()
+        assert len(sequence.tokens) == 3 * WINDOW
+        np.testing.assert_allclose(np.array(sequence.logprobs), theirs[len(prompt) - 1 :], atol=tolerance)
+        np.testing.assert_allclose(
+            np.array(response.prompt_logprobs[1:], float), theirs[: len(prompt) - 1], atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("family", ["smollm3", "mistral-window", "gemma2", "gemma3", "qwen3-moe"])
+def test_sharded_half_precision_checkpoints(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    transformers_model(checkpoint(family), torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    exact = reference_logits(transformers_model(tmp_path, torch.float32))
+    torch.testing.assert_close(packed_logits(load(tmp_path)), exact, atol=1e-5, rtol=0)
+    theirs = reference_logits(transformers_model(tmp_path, torch.bfloat16)).float()
+    ours = packed_logits(load(tmp_path, torch.bfloat16)).float()
+    assert rms(ours - exact) < 1.25 * rms(theirs - exact) < 0.1 * rms(exact)
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:The following .*_pattern keys")
+@pytest.mark.parametrize("family", [*DENSE, "qwen3-moe"])
+def test_peft_loads_what_is_saved(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    engine = TorchEngine({"m": checkpoint(family)}, threads=1)
+    engine.create("a", "m", LoraConfig(rank=8))
+    adapter = adapter_of(engine)
+    randomise(adapter)
+    engine.save("a", tmp_path, optimizer=False)
+    base = transformers_model(checkpoint(family), torch.float32)
+    theirs = reference_logits(PeftModel.from_pretrained(base, str(tmp_path)))
+    torch.testing.assert_close(packed_logits(adapter.model, Lora(adapter.factors())), theirs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.covers("S10", "S41")
+@pytest.mark.parametrize(("rank", "each"), [(8, 2), (7, 1), (2, 1)])
+def test_experts_divide_the_rank(rank: int, each: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    engine = TorchEngine({"m": checkpoint("qwen3-moe-mixed")}, threads=1)
+    engine.create("a", "m", LoraConfig(rank=rank))
+    engine.save("a", tmp_path, optimizer=False)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    layer = "base_model.model.model.layers.{}.mlp.{}.lora_{}.weight".format
+    for number in range(4):
+        assert saved[layer(3, f"experts.{number}.up_proj", "A")].shape == (each, 32)
+        assert saved[layer(3, f"experts.{number}.down_proj", "A")].shape == (each, 24)
+        assert saved[layer(3, f"experts.{number}.down_proj", "B")].shape == (32, each)
+    assert saved[layer(1, "up_proj", "A")].shape == (rank, 32)
+    assert not any("mlp.gate." in name for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "params"), [(ADAMW, AdamParams(learning_rate=1e-2)), (DIMUON, DimuonParams(learning_rate=1e-2))]
+)
+def test_mixtures_learn_and_their_adapters_come_back(
+    optimizer: OptimizerConfigBase, params: OptimParams, checkpoint: Checkpoint, data: Data, tmp_path: Path
+) -> None:
+    engine = TorchEngine({"m": checkpoint("qwen3-moe-mixed")}, threads=1)
+    for name in ("a", "b"):
+        engine.create(name, "m", LoraConfig(rank=8), optimizer)
+    (datum,) = data(20)
+    batch = [Datum(datum.model_input, {**datum.loss_fn_inputs, "weights": np.ones(20, np.float32)})]
+    losses = []
+    for _ in range(6):
+        losses.append(engine.forward_backward("a", batch, "cross_entropy", {}).metrics["loss:sum"])
+        engine.optim_step("a", params)
+    assert losses[-1] < losses[0] - 1
+    engine.save("a", tmp_path, optimizer=True)
+    engine.load("b", tmp_path, optimizer=True)
+    assert torch.equal(adapter_of(engine, "b").state.weights, adapter_of(engine, "a").state.weights)
+
+
+def test_dimuon_steps_go_by_the_rank_that_experts_have(checkpoint: Checkpoint, data: Data) -> None:
+    engine = TorchEngine({"m": checkpoint("qwen3-moe")}, threads=1)
+    engine.create("a", "m", LoraConfig(rank=8), DIMUON)
+    engine.forward_backward("a", data(30), "cross_entropy", {})
+    engine.optim_step("a", DimuonParams(learning_rate=0.1))
+    adapter = adapter_of(engine)
+    moved = {n: b for n, b in adapter.layout.tensors(adapter.state.weights) if n.endswith("lora_B") and bool(b.any())}
+    assert {b.shape[1] for b in moved.values()} == {2, 8}
+    for b in moved.values():
+        assert float(b.norm()) == pytest.approx(0.1 * b.shape[1] ** 0.5, rel=1e-3)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Two adapters in one pass: the first for tokens before a border, the second for the others."""
+
+    first: Lora
+    second: Lora
+    border: int
+
+    def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
+        rows = torch.arange(len(x_TD)) if rows_T is None else rows_T
+        assert bool((rows.diff() > 0).all()), "rows ascend"
+        cut = int((rows < self.border).sum())
+        return torch.cat([self.first.linear(x_TD[:cut], linear), self.second.linear(x_TD[cut:], linear)])
+
+
+def test_experts_say_which_tokens_they_got(checkpoint: Checkpoint) -> None:
+    """So that adapters beside each other in a pass each change their own tokens."""
+    engine = TorchEngine({"m": checkpoint("qwen3-moe")}, threads=1)
+    loras = []
+    for seed, name in enumerate("ab"):
+        engine.create(name, "m", LoraConfig(rank=8))
+        randomise(adapter_of(engine, name), seed)
+        loras.append(Lora(adapter_of(engine, name).factors()))
+    model, border = adapter_of(engine).model, sum(LENGTHS[:2])
+    first, second = (packed_logits(model, lora) for lora in loras)
+    beside = packed_logits(model, Beside(loras[0], loras[1], border))
+    torch.testing.assert_close(beside, torch.cat([first[:border], second[border:]]), atol=1e-5, rtol=0)
+    assert float((first - second).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("rule", [AttentionRule(0.3), AttentionRule(0.3, 5), AttentionRule(0.3, 5, 1.5)])
+def test_attention_under_a_mask_is_what_whole_sequences_get(rule: AttentionRule) -> None:
+    """Queries of two sequences at different places, against keys of which some are room to spare."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 12, heads, 8, generator=generator) for heads in (4, 2, 2))
+    whole = causal(q, k, v, rule).view(2, 12, 32)
+    at = torch.tensor([[3, 4], [10, 11]])
+    some = torch.stack([q[0, 3:5], q[1, 10:12]])
+    mixed = attend(some, k, v, visible(at, torch.arange(12).expand(2, 12), rule), rule)
+    torch.testing.assert_close(mixed, torch.stack([whole[0, 3:5], whole[1, 10:12]]), atol=1e-6, rtol=0)
+
+
+def test_other_architectures_are_refused_with_the_list(checkpoint: Checkpoint) -> None:
+    fields = json.loads((checkpoint("llama2") / "config.json").read_text())
+    for arch in ("mixtral", "gemma3", "gpt2", None):
+        with pytest.raises(EngineError, match=f"{arch}.* is not supported; covered are {', '.join(ARCHITECTURES)}"):
+            DecoderConfig.from_json({**fields, "model_type": arch})
+    assert {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "gemma2", "gemma3_text"} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "gemma3_text with attn_logit_softcapping"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attention to later tokens"),
+        ({"model_type": "gemma2", "hidden_activation": "relu"}, "'relu' is not supported"),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 entries for 2 layers"),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, "num_experts_per_tok is 8, of 4 experts"),
+    ],
+)
+def test_configs_that_would_be_got_wrong_are_refused(
+    changes: dict[str, Any], message: str, checkpoint: Checkpoint
+) -> None:
+    fields = json.loads((checkpoint("llama2") / "config.json").read_text())
+    with pytest.raises(EngineError, match=message):
+        DecoderConfig.from_json({**fields, **changes})
+
+
+def test_configs_of_older_files_mean_the_same(checkpoint: Checkpoint) -> None:
+    """Before transformers 5: `rope_theta`, `rope_scaling`; and fields left out where they have the family's default."""
+
+    def older(family: str, *gone: str, **others: Any) -> tuple[DecoderConfig, DecoderConfig]:
+        fields = json.loads((checkpoint(family) / "config.json").read_text())
+        changed = {name: value for name, value in {**fields, **others}.items() if name not in gone}
+        return DecoderConfig.from_json(changed), DecoderConfig.from_json(fields)
+
+    old, new = older("gemma2", "layer_types", "tie_word_embeddings", "hidden_activation", "rope_parameters")
+    assert replace(old, ropes=new.ropes) == new
+    assert [rule.window for rule in new.attention] == [WINDOW, None, WINDOW]
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    gone = ["layer_types", "_sliding_window_pattern", "tie_word_embeddings", "rope_parameters"]
+    local = {"rope_theta": 10000.0, "rope_local_base_freq": 10000.0, "rope_scaling": scaling}
+    old, new = older("gemma3", *gone, sliding_window_pattern=2, **local)
+    assert old == new
+    assert [rope["rope_type"] for rope in old.ropes] == ["linear", "default"]
+    old, _ = older("gemma3", *gone)
+    assert [rule.window for rule in old.attention] == [WINDOW] * 3
+    assert [rope["rope_theta"] for rope in old.ropes] == [1000000.0, 10000.0]
+    old, new = older("smollm3", "no_rope_layers", "layer_types", "tie_word_embeddings")
+    assert old == new
+    assert old.rotary == (0, None, 0, None)
+    old, _ = older("smollm3", "no_rope_layers", "no_rope_layer_interval", "rope_parameters")
+    assert old.rotary == (0, 0, 0, None)
+    assert old.ropes[0]["rope_theta"] == 2000000.0
+    old, new = older("smollm3-window", "layer_types")
+    assert old == new
+    assert [rule.window for rule in old.attention] == [None, WINDOW, WINDOW, None]
+    old, new = older("qwen3-moe", "num_local_experts", num_experts=4)
+    assert old == new
+    old, new = older("qwen2-window", "layer_types")
+    assert old == new
+    assert [rule.window for rule in old.attention] == [None, WINDOW]
