@@ -11,6 +11,8 @@ import torch
 from engine.references import adapter_of, randomise
 from tinkex.engine import run_pass
 from tinkex.engine.torch_engine import TorchEngine
+from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import AdamParams, LoraConfig
 
 if TYPE_CHECKING:
@@ -63,3 +65,38 @@ def test_adapters_beside_each_other_are_as_alone(checkpoint: Checkpoint, data: D
         for done in engine.pass_step():
             assert not isinstance(done.result, Exception)
             assert done.result.metrics["loss:sum"] == pytest.approx(alone[done.job], rel=1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window", "gemma2", "gemma3", "qwen3-moe"])
+def test_samples_have_the_trainers_log_probabilities(checkpoint: Checkpoint, family: str) -> None:
+    engine = engine_of(checkpoint, family, "cuda", torch.bfloat16)
+    engine.snapshot("a", "s")
+    prompt = np.arange(3, 12)
+    request = SampleRequest(
+        prompt=ModelInput.from_ints(prompt), sampling_params=SamplingParams(max_tokens=20, stop=[]), num_samples=6
+    )
+    for job in ("one", "two"):
+        engine.sample_start(job, "s", request, 7)
+    ended: dict[str, SampleResponse] = {}
+    while engine.sampling():
+        for done in engine.sample_step():
+            assert not isinstance(done.result, Exception), done.result
+            ended[done.job] = done.result
+    gaps = []
+    for one, two in zip(ended["one"].sequences, ended["two"].sequences, strict=True):
+        assert one.tokens == two.tokens
+        whole = np.concatenate([prompt, one.tokens])
+        output = run_pass(
+            engine,
+            "a",
+            [Datum(ModelInput.from_ints(whole[:-1]), {"target_tokens": whole[1:]})],
+            "cross_entropy",
+            {},
+            backward=False,
+        )
+        assert one.logprobs is not None
+        gaps.append(output.loss_fn_outputs[0]["logprobs"].to_numpy()[len(prompt) - 1 :] - np.array(one.logprobs))
+    gap = np.concatenate(gaps)
+    kl = float((np.exp(gap) - 1 - gap).mean())
+    print(f"{family}: mean |difference| {np.abs(gap).mean():.5f}, KL {kl:.2e}")
+    assert kl < 1e-2

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tinkex.engine import EngineError, run_pass, sampler
-from tinkex.engine.sampler import choose, uniforms
+from tinkex.engine import DrawnToken, EngineError, jobs, run_pass
+from tinkex.engine.choices import choose, uniforms
+from tinkex.engine.sampler import Limits, Sampler
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from tinkex.types.sampling import EMPTY_CELL, SampleRequest, SamplingParams
@@ -18,6 +19,7 @@ from tinkex.types.tensors import TensorData
 from tinkex.types.training import AdamParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tokenizers import Tokenizer
@@ -86,10 +88,8 @@ def test_a_seed_decides(params: dict[str, Any], trained: TorchEngine, sample: Sa
 
 
 @pytest.mark.covers("S36")
-def test_what_a_job_gives_does_not_depend_on_others(
-    trained: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sampler, "MAX_RUNNING", 3)
+def test_what_a_job_gives_does_not_depend_on_others(trained: TorchEngine, sample: Sample) -> None:
+    trained._sampler = Sampler(Limits(max_rows=8))  # not all at once
     alone = sample(trained, PROMPT, seed=5, num_samples=3, max_tokens=15)
     for index in range(7):
         prompt = PROMPT if index == 4 else [index + 3, 4] * (index + 1)
@@ -147,7 +147,7 @@ def test_the_distribution(params: dict[str, Any], expected: list[float]) -> None
     count = 20000
     probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])
     logits = (probabilities.log() + 3.0).expand(count, -1)
-    tokens, logprobs = choose(logits, uniforms(11, np.arange(count), 0), SamplingParams(**params))
+    tokens, logprobs = choose(logits, uniforms(11, np.arange(count), 0), [SamplingParams(**params)] * count)
     found = np.bincount(tokens.numpy(), minlength=4) / count
     np.testing.assert_allclose(found, expected, atol=0.012)
     assert not found[np.array(expected) == 0].any()
@@ -203,8 +203,8 @@ def test_stop_strings_across_token_borders(trained: TorchEngine, sample: Sample,
 
 @pytest.mark.covers("S34")
 def test_a_stop_string_of_several_bytes(tokenizer: Tokenizer) -> None:
-    source = sampler.Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
-    rule = sampler.StopRule(source, ["é"], rows=2)
+    source = jobs.Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
+    rule = jobs.StopRule(source, ["é"], rows=2)
     first, second = (tokenizer.token_to_id(piece) for piece in ("Ã", "©"))
     assert rule(np.array([0, 1]), np.array([first, second])).tolist() == [False, False]
     assert rule(np.array([0, 1]), np.array([second, first])).tolist() == [True, False]
@@ -218,14 +218,14 @@ def test_stop_strings_are_found_in_a_window(tokenizer: Tokenizer) -> None:
         tokens = random.integers(3, 94, 60).tolist()
         start = int(random.integers(0, 50))
         stop = tokenizer.decode(tokens)[start : start + int(random.integers(1, 6))]
-        row, ended = sampler._Text(tokenizer), None
+        row, ended = jobs._Text(tokenizer), None
         for length, token in enumerate(tokens, 1):
             if stop in row.add(token, len(stop)):
                 ended = length
                 break
         whole = next(n for n in range(1, 61) if stop in tokenizer.decode(tokens[:n]))
         assert ended == whole
-        assert len(row._tokens) <= len(stop) + sampler.MARGIN + 2
+        assert len(row._tokens) <= len(stop) + jobs.MARGIN + 2
         found += whole > 20
     assert found > 10
 
@@ -244,7 +244,7 @@ def test_stop_strings_need_a_tokenizer(checkpoint: Checkpoint, tmp_path: Path, s
 @pytest.mark.covers("S37")
 def test_prompt_logprobs(trained: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trainer_logprobs(trained, PROMPT)
-    monkeypatch.setattr(sampler, "LOGITS_BUDGET", 2 * 96)  # several chunks
+    monkeypatch.setattr(jobs, "LOGITS_BUDGET", 2 * 96)  # several chunks
     result = sample(trained, PROMPT, max_tokens=1, temperature=0.3, request={"prompt_logprobs": True})
     found = result.prompt_logprobs_np
     assert found is not None
@@ -407,22 +407,28 @@ def test_media_are_refused(trained: TorchEngine) -> None:
         trained.sample_start("job", "s", SampleRequest(prompt=prompt, sampling_params=SamplingParams()), 0)
 
 
-def test_cancelling_and_failing(trained: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling_and_failing(trained: TorchEngine) -> None:
     request = SampleRequest(prompt=ModelInput.from_ints(PROMPT), sampling_params=SamplingParams(max_tokens=9, stop=[]))
-    monkeypatch.setattr(sampler, "MAX_RUNNING", 2)
+    trained._sampler = Sampler(Limits(max_rows=2))
+    heard: list[DrawnToken] = []
+
+    def break_off(drawn: Sequence[DrawnToken]) -> None:
+        heard.extend(drawn)
+        if len(heard) == 3:
+            raise ZeroDivisionError
+
     for name in ("running", "broken", "waiting", "fine"):
-        trained.sample_start(name, "s", request, 0)
+        trained.sample_start(name, "s", request, 0, break_off if name == "broken" else None)
     with pytest.raises(EngineError, match="there is a sampling job 'waiting' already"):
         trained.sample_start("waiting", "s", request, 0)
     trained.sample_step()
     for name in ("running", "waiting", "unknown"):
         trained.sample_cancel(name)
-    broken = trained._sampler._running["broken"]
-    monkeypatch.setattr(broken, "_decode", lambda cache: 1 / 0)
     results: dict[str, Any] = {}
     while trained.sampling():
         results |= {done.job: done.result for done in trained.sample_step()}
     assert results.keys() == {"broken", "fine"}
     assert isinstance(results["broken"], ZeroDivisionError)
     assert not isinstance(results["fine"], Exception)
+    assert len(results["fine"].sequences[0].tokens) == 9
     trained.drop_sampler("unknown")

@@ -169,8 +169,6 @@ class PackedAttention:
     def _at_once(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        if (each := q.shape[1] // k.shape[1]) > 1:  # the kernel's own way to share keys takes twice as long backward
-            k, v = (x.repeat_interleave(each, dim=1) for x in (k, v))
         longest = self._longest
         window = None if rule.window is None else rule.window - 1
         mixed: torch.Tensor = torch.ops.aten._flash_attention_forward(

@@ -1,15 +1,14 @@
-"""Sampling: jobs that each keep their own cache and advance one token per step.
+"""Sampling: all jobs on a base model advance together, whatever adapters they use.
 
-What a job computes depends on that job alone: its prompt is run once, its samples are decoded together, and rows leave
-as they finish. Random numbers are counted, not drawn from a stream: the one that decides a token is a hash of the
-seed, the sample's index and the position. Sample i is therefore the same whatever else is asked for, save that another
-number of rows may round the last bits of a log-probability differently.
+A step decodes one token of every row and runs a chunk of prompts beside it; a new job joins at the next step. Keys and
+values lie in a bounded number of blocks. Samples of one prompt share its blocks, and so do jobs whose prompts begin
+alike under the same weights, also when they come later. Jobs are admitted in the order they came and wait while there
+is no room; when the room ends in the middle, the youngest sample is put back, keeps its tokens, and is fed them again.
 
-Log-probabilities of sampled tokens are those of the temperature-scaled distribution before top-k and top-p cut it (at
-temperature 0, of the unscaled one); those of prompts are at temperature 1.
+What a job gives depends on that job alone: random numbers are counted (see `choices`), and on a CPU neighbours change
+no bit of a row (see `decoding`).
 
-Axes: B rows (samples still going), P prompt tokens, S cached positions, D hidden, V vocabulary, H query heads,
-G key/value heads, C channels of a head, K likeliest tokens.
+Axes: B rows, T tokens of a pass, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,476 +19,382 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from tinkex.engine import DrawnToken, EngineError, Listener, SampleDone
-from tinkex.engine.attention import causal, soft_cap
-from tinkex.engine.decoder import Decoder, Lora, hidden_states
-from tinkex.engine.losses import read_tokens
-from tinkex.engine.trainer import LOGITS_BUDGET, log_softmax
-from tinkex.types.sampling import (
-    EMPTY_CELL,
-    PromptAltTokens,
-    SampledSequence,
-    SampleRequest,
-    SampleResponse,
-    SamplingParams,
-    StopReason,
-    TopkLogprobs,
-)
-from tinkex.types.tensors import Array, TensorData
+from tinkex.engine import EngineError, SampleDone
+from tinkex.engine.cache import BLOCK, Pool, block_bytes, blocks_for
+from tinkex.engine.choices import choose, uniforms
+from tinkex.engine.decoding import Decoding, Piece, Prefill, Row, SlabDecoding, StaticDecoding, put
+from tinkex.engine.jobs import Job, Sample
+from tinkex.engine.mixtures import Mixture, Products, padded
+from tinkex.types.sampling import TopkLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
-    from tokenizers import Tokenizer
+    from tinkex.engine.decoder import Decoder, Lora
+    from tinkex.types.tensors import Array
 
-MAX_RUNNING = 16
-MAX_SAMPLES = 1024
-MAX_TOPK = 1024
-GREEDY_BELOW = 1e-30
-"""Temperatures under this are taken for 0: float32 has no room for the quotient."""
-MARGIN = 8
-ALTERNATIVES = 1 << 32
-"""Alternative tokens of prompts draw from streams beyond those of any sample."""
+FIRST_TOKENS = 32
+"""How many samples of a prompt draw their first token at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """What a sampler samples from: frozen weights, and what the model's files say about ending."""
+class Limits:
+    """What sampling on one base model may use; what is None is chosen for the device."""
 
-    model: Decoder
-    lora: Lora
-    eos_tokens: frozenset[int]
-    tokenizer: Callable[[], Tokenizer]
+    max_rows: int = 256
+    """How many samples are decoded at a time."""
+    prefill_tokens: int | None = None
+    """How many tokens of prompts are run beside a step of decoding."""
+    cache_bytes: int | None = None
+    """Memory for keys and values in blocks."""
+    packed_bytes: int = 4 << 30
+    """Base weights up to this size are kept a second time on a CPU, in the layout that makes products quick."""
+    share_prefixes: bool = True
+    static: bool | None = None
+    """Decode with fixed shapes, as a GPU does (there under CUDA graphs)."""
 
+    def prefill(self, device: torch.device) -> int:
+        """The budget of a chunk."""
+        return self.prefill_tokens or (512 if device.type == "cpu" else 4096)
 
-# --- Choosing tokens ---------------------------------------------------------------------------------------------
-
-
-def uniforms(seed: int, samples: Array | int, positions: Array | int) -> Array:
-    """One number in [0, 1) for each (seed, sample, position)."""
-    state = _mix(np.array([seed % 2**64], dtype=np.uint64))
-    for counter in (samples, positions):
-        state = _mix(state ^ _mix(np.atleast_1d(counter).astype(np.uint64) + np.uint64(1)))
-    return (state >> np.uint64(12)) * 2.0**-52
-
-
-def _mix(x: Array) -> Array:
-    """The splitmix64 finaliser, after its odd increment: every input bit reaches every output bit."""
-    x = x * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x632BE59BD9B4E019)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Array = x ^ (x >> np.uint64(31))
-    return mixed
-
-
-def choose(logits_BV: torch.Tensor, uniforms_B: Array, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each row, and the log-probabilities `[B, V]` they are reported from."""
-    if params.temperature < GREEDY_BELOW:
-        return logits_BV.argmax(-1), log_softmax(logits_BV)
-    # The largest logit is subtracted first, so that no temperature is too small to divide by.
-    shifted_BV = logits_BV.float() - logits_BV.amax(-1, keepdim=True)
-    logprobs_BV = log_softmax(shifted_BV / params.temperature)
-    numbers_B1 = torch.from_numpy(uniforms_B).to(logits_BV.device)[:, None]
-    probs_BV = logprobs_BV.exp()
-    if params.top_k == -1 and params.top_p == 1:
-        return _invert(probs_BV, numbers_B1), logprobs_BV
-    return _draw_truncated(probs_BV, numbers_B1, params), logprobs_BV
+    def blocks(self, model: Decoder) -> int:
+        """How many blocks fit, and no more than the rows could ever fill twice."""
+        device = model.embed_VD.device
+        if self.cache_bytes is not None:
+            room = self.cache_bytes
+        elif device.type == "cuda":
+            room = int(0.4 * torch.cuda.mem_get_info(device)[0])
+        else:
+            room = 2 << 30
+        return min(room // block_bytes(model), 2 * self.max_rows * (blocks_for(model.config.context) + 1))
 
 
-def _invert(weights_BV: torch.Tensor, numbers_B1: torch.Tensor) -> torch.Tensor:
-    """The first index at which the cumulated weight exceeds the number's share of the whole."""
-    cumulated = weights_BV.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cumulated, numbers_B1 * cumulated[:, -1:], right=True)[:, 0]
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A job that has been admitted: the blocks of its prompt, how far that has been run, and its samples."""
+
+    name: str
+    job: Job
+    blocks: list[int]
+    done: int
+    waiting: list[Sample]
+    rows: list[Sample] = field(default_factory=list)
+    ready: bool = False
+    """Whether the prompt has been run and every sample has its first token."""
+    error: Exception | None = None
 
 
-def _draw_truncated(probs_BV: torch.Tensor, numbers_B1: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Draw among the top_k likeliest, then among the fewest of those whose share reaches top_p."""
-    vocab = probs_BV.shape[-1]
-    if 0 < params.top_k < vocab:
-        values, order = probs_BV.topk(params.top_k, dim=-1)
-    else:
-        values, order = probs_BV.sort(dim=-1, descending=True, stable=True)
-    before = values.cumsum(-1, dtype=torch.float64) - values
-    values = values.masked_fill(before >= params.top_p * values.sum(-1, keepdim=True, dtype=torch.float64), 0)
-    return order.gather(1, _invert(values, numbers_B1)[:, None])[:, 0]
+class Runner:
+    """The jobs on one base model."""
 
-
-# --- Stopping ----------------------------------------------------------------------------------------------------
-
-
-class StopRule:
-    """Says which rows end with the token they have just got."""
-
-    def __init__(self, source: Source, stop: str | Sequence[str | int] | None, rows: int) -> None:
-        items = [stop] if isinstance(stop, str) else sorted(source.eos_tokens) if stop is None else list(stop)
-        ids = [item for item in items if not isinstance(item, str)]
-        if any(not 0 <= item < source.model.config.vocab for item in ids):
-            raise EngineError(f"stop holds a token outside the vocabulary of {source.model.config.vocab}")
-        self._tokens = np.array(ids, dtype=np.int64)
-        self._strings = [item for item in items if isinstance(item, str)]
-        if "" in self._strings:
-            raise EngineError("a stop string must not be empty")
-        self._texts = [_Text(source.tokenizer()) for _ in range(rows)] if self._strings else []
-
-    def __call__(self, rows: Array, tokens: Array) -> Array:
-        """Whether each row, having got its token, is at its end."""
-        if self._strings:
-            return np.array([self._said(row, token) for row, token in zip(rows, tokens.tolist(), strict=True)])
-        return np.isin(tokens, self._tokens)
-
-    def _said(self, row: int, token: int) -> bool:
-        text = self._texts[row].add(token, keep=max(map(len, self._strings)))
-        return any(string in text for string in self._strings)
-
-
-class _Text:
-    """The end of a row's decoded text, from as few tokens as a stop string can reach back over.
-
-    Decoding a suffix of the tokens can spoil its first characters (half a character, a stripped space): the margin.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-
-    def add(self, token: int, keep: int) -> str:
-        """The text after one more token: its part, and at least the `keep` characters before it."""
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        while len(self._decode(self._tokens[1:])) >= keep + MARGIN:
-            del self._tokens[0]
-        return text
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        return text
-
-
-# --- The cache ---------------------------------------------------------------------------------------------------
-
-
-class Cache:
-    """Keys and values of one job, `[layers, 2, B, G, S, C]` with room to grow."""
-
-    def __init__(self, model: Decoder, length: int) -> None:
-        config = model.config
-        shape = (config.layers, 2, 1, config.kv_heads, length, config.head_dim)
-        self._kv = torch.empty(shape, dtype=model.embed_VD.dtype, device=model.embed_VD.device)
-        self._rules = model.attention
-        self._length = 0
-
-    def prefill(self, layer: int, q_PHC: torch.Tensor, k_PGC: torch.Tensor, v_PGC: torch.Tensor) -> torch.Tensor:
-        """Attention of a whole prompt, which is kept."""
-        self._length = k_PGC.shape[0]
-        self._kv[layer, 0, 0, :, : self._length] = k_PGC.transpose(0, 1)
-        self._kv[layer, 1, 0, :, : self._length] = v_PGC.transpose(0, 1)
-        return causal(q_PHC[None], k_PGC[None], v_PGC[None], self._rules[layer])
-
-    def extend(self) -> int:
-        """Make room for one more position and return it."""
-        if self._length == self._kv.shape[4]:
-            *outer, _, channels = self._kv.shape
-            room = self._kv.new_empty(*outer, max(32, self._length // 2), channels)
-            self._kv = torch.cat([self._kv, room], dim=4)
-        self._length += 1
-        return self._length - 1
-
-    def decode(self, layer: int, q_BHC: torch.Tensor, k_BGC: torch.Tensor, v_BGC: torch.Tensor) -> torch.Tensor:
-        """Attention of one new position per row; query heads of a group read its keys where they lie."""
-        keys_BGSC, values_BGSC = self._kv[layer, :, :, :, : self._length]
-        keys_BGSC[:, :, -1], values_BGSC[:, :, -1] = k_BGC, v_BGC
-        q = q_BHC.reshape(*k_BGC.shape[:2], -1, k_BGC.shape[2])
-        rule = self._rules[layer]
-        seen = slice(None if rule.window is None else -rule.window, None)
-        scores = soft_cap((q * rule.scale) @ keys_BGSC[:, :, seen].transpose(2, 3), rule.softcap).softmax(-1)
-        mixed: torch.Tensor = (scores @ values_BGSC[:, :, seen]).reshape(q_BHC.shape[0], -1)
-        return mixed
-
-    def repeat(self, rows: int) -> None:
-        """Give each of several samples its copy of the prompt."""
-        self._kv = self._kv.expand(-1, -1, rows, -1, -1, -1).clone()
-
-    def select(self, rows: torch.Tensor) -> None:
-        """Keep these rows."""
-        self._kv = self._kv.index_select(2, rows)
-
-
-# --- Prompts -----------------------------------------------------------------------------------------------------
-
-
-class PromptScores:
-    """What a request wants to know about its prompt, gathered as chunks of logits pass by."""
-
-    def __init__(self, prompt: Array, request: SampleRequest, seed: int, vocab: int) -> None:
-        self._prompt, self._request, self._seed = prompt, request, seed
-        self._k, self._alternatives = request.topk_prompt_logprobs, request.prompt_alt_tokens_k
-        self._wanted = bool(request.prompt_logprobs) or self._k > 0
-        self._first = max(1, prompt.size - (request.prompt_logprobs_last_n or prompt.size))
-        self._targets = _Targets.of(request.target_prompt_logprobs, prompt.size, vocab)
-        self.logprobs_P = np.full(prompt.size, np.nan, dtype=np.float32)
-        self._topk = _empty_topk(prompt.size, self._k)
-        self._alt = [np.zeros((prompt.size - 1, self._alternatives), t) for t in (np.int64, np.float32)]
-
-    @property
-    def rows(self) -> range:
-        """The prompt positions whose logits are needed."""
-        if self._targets is not None or self._alternatives:
-            return range(self._prompt.size - 1)
-        return range(self._first - 1, self._prompt.size - 1) if self._wanted else range(0)
-
-    def add(self, rows: range, logits_TV: torch.Tensor) -> None:
-        """Take the logits of these positions; they score the token after each."""
-        logprobs_TV = log_softmax(logits_TV)
-        after = slice(rows.start + 1, rows.stop + 1)
-        if self._wanted:
-            targets = torch.from_numpy(self._prompt[after].astype(np.int64)).to(logits_TV.device)
-            self.logprobs_P[after] = logprobs_TV.gather(1, targets[:, None])[:, 0].cpu().numpy()
-        if self._k:
-            _put_topk(self._topk, after, logprobs_TV, self._k)
-        if self._targets is not None:
-            self._targets.add(rows, logprobs_TV)
-        if self._alternatives:
-            self._draw(rows, logits_TV)
-
-    def _draw(self, rows: range, logits_TV: torch.Tensor) -> None:
-        positions = np.arange(rows.start + 1, rows.stop + 1, dtype=np.uint64)
-        span = slice(rows.start, rows.stop)
-        for column in range(self._alternatives):
-            numbers = uniforms(self._seed, ALTERNATIVES + column, positions)
-            tokens, logprobs = choose(logits_TV, numbers, self._request.sampling_params)
-            self._alt[0][span, column] = tokens.cpu().numpy()
-            self._alt[1][span, column] = logprobs.gather(1, tokens[:, None])[:, 0].cpu().numpy()
-
-    def response(self, sequences: list[SampledSequence]) -> SampleResponse:
-        """The result of the request."""
-        if self._wanted:
-            self.logprobs_P[: self._first] = np.nan
-            _clear(self._topk, self._first)
-        return SampleResponse(
-            sequences,
-            prompt_logprobs_np=self.logprobs_P if self._wanted else None,
-            topk_prompt_logprobs_np=self._topk if self._k else None,
-            target_prompt_logprobs=None if self._targets is None else self._targets.tensor(),
-            prompt_alt_tokens=PromptAltTokens(*map(TensorData.from_numpy, self._alt)) if self._alternatives else None,
+    def __init__(self, model: Decoder, limits: Limits) -> None:
+        self._model, self._limits = model, limits
+        self._chunk = limits.prefill(model.embed_VD.device)
+        self._pool = Pool(model, limits.blocks(model))
+        self._blocks = self._pool.blocks
+        self._products = Products(model, limits.packed_bytes)
+        self._prefill = Prefill(model, self._pool, self._products)
+        static = model.embed_VD.device.type != "cpu" if limits.static is None else limits.static
+        self._decoding: Decoding = (
+            StaticDecoding(model, self._pool) if static else SlabDecoding(model, self._pool, self._products)
         )
+        self._queue: deque[tuple[str, Job]] = deque()
+        self._running: list[_Running] = []
 
-
-class _Targets:
-    """Log-probabilities of chosen tokens at prompt positions: row i of the request scores position i + 1."""
-
-    def __init__(self, request: TensorData, rows: Array, tokens: Array) -> None:
-        self._request, self._rows, self._tokens = request, rows, tokens
-        self._logprobs = np.full(tokens.size, np.nan, dtype=np.float32)
-
-    @classmethod
-    def of(cls, request: TensorData | None, length: int, vocab: int) -> _Targets | None:
-        if request is None:
-            return None
-        shape, tokens = request.shape or [], request.values
-        if request.dtype != "int64" or len(shape) != 2 or shape[0] != length - 1:
-            raise EngineError(f"target_prompt_logprobs must be int64 of shape [{length - 1}, K], got {request!r}")
-        if tokens.size and (tokens.min() < -1 or tokens.max() >= vocab):
-            raise EngineError(f"target_prompt_logprobs holds a token outside the vocabulary of {vocab}")
-        counts = np.diff(request.csr[0]) if request.csr else np.full(shape[0], shape[1])
-        return cls(request, np.repeat(np.arange(shape[0]), counts), tokens)
-
-    def add(self, rows: range, logprobs_TV: torch.Tensor) -> None:
-        here = np.flatnonzero((self._rows >= rows.start) & (self._rows < rows.stop) & (self._tokens >= 0))
-        at = (torch.from_numpy(self._rows[here] - rows.start), torch.from_numpy(self._tokens[here]))
-        self._logprobs[here] = logprobs_TV[tuple(x.to(logprobs_TV.device) for x in at)].cpu().numpy()
-
-    def tensor(self) -> TensorData:
-        crow, col = self._request.csr or (None, None)
-        return TensorData(self._logprobs, "float32", self._request.shape, crow, col)
-
-
-def _empty_topk(length: int, k: int) -> TopkLogprobs:
-    return TopkLogprobs(np.zeros((length, k), np.int32), np.full((length, k), EMPTY_CELL, np.float32))
-
-
-def _put_topk(table: TopkLogprobs, where: slice, logprobs_TV: torch.Tensor, k: int) -> None:
-    values, ids = logprobs_TV.topk(k, dim=-1)
-    table.token_ids[where], table.logprobs[where] = ids.cpu().numpy(), values.cpu().numpy()
-
-
-def _clear(table: TopkLogprobs, length: int) -> None:
-    table.token_ids[:length], table.logprobs[:length] = 0, EMPTY_CELL
-
-
-# --- Jobs --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The tokens that the rows still going got in one step."""
-
-    rows: Array
-    tokens: Array
-    logprobs: Array
-    topk: TopkLogprobs
-
-
-class Job:
-    """One request: a prefill, then a token per step for each sample that has not ended."""
-
-    def __init__(self, source: Source, request: SampleRequest, seed: int, listener: Listener | None = None) -> None:
-        config = source.model.config
-        self._listener = listener
-        self._source, self._request, self._seed = source, request, seed
-        self._prompt = read_tokens(request.prompt, "prompt", config.context)
-        _check(request, self._prompt, config.vocab)
-        self._limit = _limit(request, self._prompt.size, config.context)
-        self._stop = StopRule(source, request.sampling_params.stop, request.num_samples)
-        self._scores = PromptScores(self._prompt, request, seed, config.vocab)
-        self._rows = np.arange(request.num_samples)
-        self._steps: list[_Step] = []
-        self._stopped = np.zeros(request.num_samples, dtype=bool)
-        self._cache: Cache | None = None
-
-    def step(self) -> SampleResponse | None:
-        """Advance; returns the result when every sample has ended."""
-        with torch.inference_mode():
-            logits_BV = self._prefill() if self._cache is None else self._decode(self._cache)
-            if len(self._steps) < self._limit:
-                self._commit(logits_BV)
-        if self._rows.size and len(self._steps) < self._limit:
-            return None
-        return self._scores.response(self._sequences())
-
-    def _hidden(self, tokens: Array, positions: Array, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
-        device = self._source.model.embed_VD.device
-        tokens_T, positions_T = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (tokens, positions))
-        return hidden_states(self._source.model, tokens_T, positions_T, attend, self._source.lora)
-
-    def _logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return self._source.model.logits(hidden_TD, self._source.lora)
-
-    def _prefill(self) -> torch.Tensor:
-        self._cache = Cache(self._source.model, self._prompt.size)
-        hidden_PD = self._hidden(self._prompt, np.arange(self._prompt.size), self._cache.prefill)
-        for rows in _blocks(self._scores.rows, self._source.model.config.vocab):
-            self._scores.add(rows, self._logits(hidden_PD[rows.start : rows.stop]))
-        self._cache.repeat(self._rows.size)
-        return self._logits(hidden_PD[-1:]).expand(self._rows.size, -1)
-
-    def _decode(self, cache: Cache) -> torch.Tensor:
-        tokens = self._steps[-1].tokens[~self._stopped[self._steps[-1].rows]]
-        position = np.full(tokens.size, cache.extend())
-        return self._logits(self._hidden(tokens, position, cache.decode))
-
-    def _commit(self, logits_BV: torch.Tensor) -> None:
-        """Choose the next token of every row, keep it, and let rows go that it ends."""
-        numbers = uniforms(self._seed, self._rows, len(self._steps))
-        tokens_B, logprobs_BV = choose(logits_BV, numbers, self._request.sampling_params)
-        k = self._request.topk_sample_logprobs
-        topk = _empty_topk(self._rows.size, k)
-        if k:
-            _put_topk(topk, slice(None), logprobs_BV, k)
-        chosen = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
-        step = _Step(self._rows, tokens_B.cpu().numpy(), chosen.cpu().numpy(), topk)
-        self._steps.append(step)
-        ended = self._stop(self._rows, step.tokens)
-        if self._listener is not None:
-            self._tell(self._listener, step, ended)
-        if ended.any() and self._cache is not None:
-            self._stopped[self._rows[ended]] = True
-            self._rows = self._rows[~ended]
-            self._cache.select(torch.from_numpy(np.flatnonzero(~ended)).to(logits_BV.device))
-
-    def _tell(self, listener: Listener, step: _Step, ended: Array) -> None:
-        """Pass a step's tokens on. A stopping token stays in its sample, so none has to be held back."""
-        last: StopReason | None = "length" if len(self._steps) == self._limit else None
-        columns = (step.rows.tolist(), step.tokens.tolist(), step.logprobs.tolist(), ended.tolist())
-        listener([DrawnToken(i, t, p, "stop" if end else last) for i, t, p, end in zip(*columns, strict=True)])
-
-    def _sequences(self) -> list[SampledSequence]:
-        count, steps, k = self._request.num_samples, len(self._steps), self._request.topk_sample_logprobs
-        tokens, logprobs = np.zeros((count, steps), np.int32), np.zeros((count, steps), np.float32)
-        ids, values = np.zeros((count, steps, k), np.int32), np.zeros((count, steps, k), np.float32)
-        lengths = np.zeros(count, dtype=np.int64)
-        for at, step in enumerate(self._steps):
-            tokens[step.rows, at], logprobs[step.rows, at] = step.tokens, step.logprobs
-            ids[step.rows, at], values[step.rows, at] = step.topk.token_ids, step.topk.logprobs
-            lengths[step.rows] += 1
-        return [
-            SampledSequence(
-                stop_reason="stop" if self._stopped[i] else "length",
-                tokens_np=tokens[i, :n],
-                logprobs_np=logprobs[i, :n],
-                topk_logprobs_np=TopkLogprobs(ids[i, :n], values[i, :n]) if k else None,
-            )
-            for i, n in enumerate(lengths.tolist())
-        ]
-
-
-def _blocks(rows: range, vocab: int) -> Iterator[range]:
-    step = max(1, LOGITS_BUDGET // vocab)
-    for start in range(rows.start, rows.stop, step):
-        yield range(start, min(start + step, rows.stop))
-
-
-def _check(request: SampleRequest, prompt: Array, vocab: int) -> None:
-    if not 1 <= request.num_samples <= MAX_SAMPLES:
-        raise EngineError(f"num_samples must be between 1 and {MAX_SAMPLES}, got {request.num_samples}")
-    if prompt.max() >= vocab:
-        raise EngineError(f"prompt: token {prompt.max()} is outside the vocabulary of {vocab}")
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-        most = min(vocab, MAX_TOPK)
-        if not 0 <= getattr(request, name) <= most:
-            raise EngineError(f"{name} must be between 0 and {most}, got {getattr(request, name)}")
-    last_n = request.prompt_logprobs_last_n
-    if last_n is not None and (last_n < 1 or not (request.prompt_logprobs or request.topk_prompt_logprobs)):
-        raise EngineError("prompt_logprobs_last_n must be at least 1 and needs prompt_logprobs")
-
-
-def _limit(request: SampleRequest, prompt: int, context: int) -> int:
-    """How many tokens a sample may have. One token beyond the window is allowed to who only wants prompt scores."""
-    asked = request.sampling_params.max_tokens
-    if asked is None:
-        return context - prompt
-    scoring = asked == 1 and (request.prompt_logprobs or request.topk_prompt_logprobs)
-    if prompt + asked > context and not scoring:
-        raise EngineError(
-            f"a prompt of {prompt} tokens and max_tokens {asked} exceed the context window of {context}; "
-            f"at most {context - prompt} tokens can be sampled"
-        )
-    return asked
-
-
-@dataclass(slots=True)
-class Sampler:
-    """The jobs of an engine: some running, the rest waiting their turn in order."""
-
-    _running: dict[str, Job] = field(default_factory=dict)
-    _waiting: deque[tuple[str, Job]] = field(default_factory=deque)
-
-    def start(self, name: str, job: Job) -> None:
-        """Admit a job."""
-        if name in self._running or any(name == other for other, _ in self._waiting):
-            raise EngineError(f"there is a sampling job {name!r} already")
-        self._waiting.append((name, job))
-
-    def step(self) -> list[SampleDone]:
-        """Advance every running job by a step; one that fails does not disturb the others."""
-        while self._waiting and len(self._running) < MAX_RUNNING:
-            self._running.update([self._waiting.popleft()])
-        done = []
-        for name, job in list(self._running.items()):
-            try:
-                result: SampleResponse | Exception | None = job.step()
-            except Exception as error:
-                result = error
-            if result is not None:
-                del self._running[name]
-                done.append(SampleDone(name, result))
-        return done
-
-    def cancel(self, name: str) -> None:
-        """Drop a job; unknown names are ignored."""
-        self._running.pop(name, None)
-        self._waiting = deque(item for item in self._waiting if item[0] != name)
+    def names(self) -> list[str]:
+        """The jobs here."""
+        return [name for name, _ in self._queue] + [running.name for running in self._running]
 
     def busy(self) -> bool:
         """Whether any job is unfinished."""
-        return bool(self._running or self._waiting)
+        return bool(self._queue or self._running)
+
+    def start(self, name: str, job: Job) -> None:
+        """Queue a job; one that would not fit if it were alone is refused."""
+        end = job.prompt.size + max(0, job.limit - 1)
+        needed = blocks_for(job.prompt.size) + blocks_for(end) - job.prompt.size // BLOCK
+        if needed > self._blocks.count:
+            raise EngineError(
+                f"a prompt of {job.prompt.size} tokens and {job.limit} more need {needed} blocks of {BLOCK} positions; "
+                f"the cache of this server has {self._blocks.count}"
+            )
+        self._queue.append((name, job))
+
+    def step(self) -> list[SampleDone]:
+        """Decode a token of every row, then run a chunk of prompts."""
+        self._seat()
+        self._decode()
+        self._run_prompts()
+        ended = [running for running in self._running if running.error or _ended(running)]
+        return [self._finish(running) for running in ended]
+
+    def cancel(self, name: str) -> None:
+        """Drop a job."""
+        self._queue = deque(item for item in self._queue if item[0] != name)
+        for running in [running for running in self._running if running.name == name]:
+            self._remove(running)
+
+    # --- Room ---
+
+    def _seat(self) -> None:
+        """Give rows to samples that wait for one, oldest job first, and to every row the block its next token needs."""
+        for running in list(self._running):
+            while running in self._running and running.ready and running.waiting:
+                if not self._seat_next(running):
+                    break
+        for running in list(self._running):
+            for sample in list(running.rows):
+                row = sample.row
+                if row is not None and row.length == len(row.blocks) * BLOCK and self._make_room(sample):
+                    row.blocks += self._blocks.take(1)
+
+    def _seat_next(self, running: _Running) -> bool:
+        """Give a row to the first of a job's samples that wait, if there is room."""
+        sample, prompt = running.waiting[0], running.job.prompt.size
+        shared = running.blocks[: prompt // BLOCK]
+        seated = sum(len(other.rows) for other in self._running)
+        needed = blocks_for(prompt + len(sample.tokens)) - len(shared)
+        if seated >= self._limits.max_rows:
+            return False
+        while self._blocks.free < needed + seated:
+            if seated or running is not self._running[0] or self._running[-1] is running:
+                return False
+            self._put_back(self._running[-1])
+        self._blocks.hold(shared)
+        source = running.job.source
+        blocks = [*shared, *self._blocks.take(blocks_for(prompt) - len(shared))]
+        sample.row, sample.fed = Row(source.lora, source.weights, blocks, prompt), 0
+        self._decoding.join(sample.row, running.blocks)
+        running.rows.append(running.waiting.pop(0))
+        return True
+
+    def _make_room(self, sample: Sample) -> bool:
+        """See that a block is free, by putting back whatever is younger than this sample; else that one goes too."""
+        while not self._blocks.free:
+            youngest = self._running[-1]
+            if not youngest.rows:
+                self._put_back(youngest)
+                continue
+            last = youngest.rows[-1]
+            self._unseat(youngest, last)
+            if last is sample:
+                return False
+        return True
+
+    def _put_back(self, running: _Running) -> None:
+        """Back to the head of the queue: its tokens are kept, its prompt will be run again."""
+        self._remove(running)
+        self._queue.appendleft((running.name, running.job))
+
+    def _unseat(self, running: _Running, sample: Sample, *, again: bool = True) -> None:
+        assert sample.row is not None
+        self._decoding.leave(sample.row)
+        self._blocks.release(sample.row.blocks)
+        running.rows.remove(sample)
+        sample.row = None
+        if again:
+            running.waiting.insert(0, sample)
+
+    def _remove(self, running: _Running) -> None:
+        for sample in list(running.rows):
+            self._unseat(running, sample, again=False)
+        self._blocks.release(running.blocks)
+        self._running.remove(running)
+
+    def _finish(self, running: _Running) -> SampleDone:
+        held = [*running.blocks, *(block for s in running.rows if s.row is not None for block in s.row.blocks)]
+        self._remove(running)
+        if running.error is None:
+            return SampleDone(running.name, running.job.response())
+        self._blocks.withdraw(held)
+        self._pool.clear([block for block in set(held) if not self._blocks.held(block)])
+        return SampleDone(running.name, running.error)
+
+    # --- Decoding ---
+
+    def _decode(self) -> None:
+        owners = {id(s.row): (running, s) for running in self._running for s in running.rows if s.row is not None}
+        if not owners:
+            return
+        rows = self._decoding.arrange([sample.row for _, sample in owners.values() if sample.row is not None])
+        pairs = [owners[id(row)] for row in rows]
+        for row, (_, sample) in zip(rows, pairs, strict=True):
+            row.token = sample.tokens[sample.fed]
+            sample.fed += 1
+        try:
+            logits_BV = self._decoding.logits(rows)
+            self._draw(logits_BV, pairs)
+        except Exception as error:
+            _fail([running for running, _ in pairs], error)
+
+    def _draw(self, logits_BV: torch.Tensor, pairs: Sequence[tuple[_Running, Sample]]) -> None:
+        """Choose a token for every sample that has been fed all it has; the logits of the others are known."""
+        fresh = [at for at, (_, sample) in enumerate(pairs) if sample.fed == len(sample.tokens)]
+        if len(fresh) < len(pairs):
+            if not fresh:
+                return
+            logits_BV, pairs = logits_BV[put(fresh, logits_BV)], [pairs[at] for at in fresh]
+        numbers_B = _numbers(pairs)
+        params_B = [running.job.request.sampling_params for running, _ in pairs]
+        tokens_B, logprobs_BV = choose(logits_BV, numbers_B, params_B)
+        chosen_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+        both_2B = torch.stack([tokens_B.double(), chosen_B.double()]).cpu().numpy()  # one wait for the device
+        tokens, logprobs = both_2B[0].astype(np.int64), both_2B[1].astype(np.float32)
+        rows_of: dict[int, list[int]] = {}
+        for at, (running, _) in enumerate(pairs):
+            rows_of.setdefault(id(running), []).append(at)
+        for at_b in rows_of.values():
+            running = pairs[at_b[0]][0]
+            samples = [pairs[at][1] for at in at_b]
+            try:
+                topk = _likeliest(logprobs_BV, at_b, running.job.request.topk_sample_logprobs)
+                running.job.commit(samples, tokens[at_b], logprobs[at_b], topk)
+            except Exception as error:
+                running.error = error
+                continue
+            for sample in samples:
+                if sample.stop_reason is not None and sample.row is not None:
+                    self._unseat(running, sample, again=False)
+
+    # --- Prompts ---
+
+    def _run_prompts(self) -> None:
+        """Run a chunk: first of the jobs whose prompts have begun, then of those in the queue."""
+        budget = self._chunk
+        chunk: list[tuple[_Running, Piece]] = []
+        for running in self._running:
+            if budget and not running.ready and running.error is None:
+                chunk.append((running, self._piece(running, budget)))
+                budget -= chunk[-1][1].stop - chunk[-1][1].start
+        while budget and self._queue and (admitted := self._admit()) is not None:
+            chunk.append((admitted, self._piece(admitted, budget)))
+            budget -= chunk[-1][1].stop - chunk[-1][1].start
+        if not chunk:
+            return
+        chunk.sort(key=lambda item: item[1].weights)
+        try:
+            self._run_chunk(chunk)
+        except Exception as error:
+            _fail([running for running, _ in chunk], error)
+
+    def _admit(self) -> _Running | None:
+        """Take the first job of the queue in, if there is room for its prompt and for each row to grow by a block."""
+        name, job = self._queue[0]
+        seated = sum(len(running.rows) for running in self._running)
+        if seated + sum(len(running.waiting) for running in self._running) >= self._limits.max_rows:
+            return None
+        known = job.keys[: job.first_scored // BLOCK] if self._limits.share_prefixes else []
+        blocks = self._blocks.find(known)
+        needed = blocks_for(job.prompt.size) - len(blocks)
+        if self._blocks.free < needed + seated:
+            self._blocks.release(blocks)
+            return None
+        self._queue.popleft()
+        waiting = [sample for sample in job.samples if sample.stop_reason is None]
+        running = _Running(name, job, blocks + self._blocks.take(needed), len(blocks) * BLOCK, waiting)
+        self._running.append(running)
+        return running
+
+    def _piece(self, running: _Running, budget: int) -> Piece:
+        """The next part of a prompt. Full blocks are shared at once: who finds them attends after they are written."""
+        job, start = running.job, running.done
+        stop = min(job.prompt.size, start + budget)
+        if self._limits.share_prefixes:
+            for index in range(start // BLOCK, stop // BLOCK):
+                self._blocks.publish(running.blocks[index], job.keys[index])
+        return Piece(job.source.lora, job.source.weights, job.prompt, running.blocks, start, stop)
+
+    def _run_chunk(self, chunk: Sequence[tuple[_Running, Piece]]) -> None:
+        hidden_TD = self._prefill.hidden([piece for _, piece in chunk])
+        at, ends, complete = 0, [], []
+        for running, piece in chunk:
+            for rows in running.job.score_rows(piece.start, piece.stop):
+                first = at + rows.start - piece.start
+                logits_TV = self._logits(hidden_TD[first : first + len(rows)], [piece.lora] * len(rows))
+                running.job.scores.add(rows, logits_TV)
+            at += piece.stop - piece.start
+            running.done = piece.stop
+            if piece.stop == running.job.prompt.size:
+                ends.append(at - 1)
+                complete.append(running)
+        if complete:
+            lora_B = [running.job.source.lora for running in complete]
+            for running, logits_V in zip(complete, self._logits(hidden_TD[put(ends, hidden_TD)], lora_B), strict=True):
+                self._begin(running, logits_V)
+
+    def _logits(self, hidden_BD: torch.Tensor, lora_B: Sequence[Lora]) -> torch.Tensor:
+        rows = hidden_BD.shape[0]
+        total = padded(rows)
+        return self._model.logits(F.pad(hidden_BD, (0, 0, 0, total - rows)), Mixture.of(self._products, lora_B, total))[
+            :rows
+        ]
+
+    def _begin(self, running: _Running, logits_V: torch.Tensor) -> None:
+        """The prompt has been run: draw the first tokens."""
+        running.ready = True
+        job = running.job
+        if not bool(torch.isfinite(logits_V).all()):
+            running.error = EngineError("the model's logits are not finite: its weights are broken", "server")
+        elif job.limit == 0:
+            running.waiting.clear()
+        else:
+            fresh = [sample for sample in running.waiting if not sample.tokens]
+            for first in range(0, len(fresh), FIRST_TOKENS):
+                pairs = [(running, sample) for sample in fresh[first : first + FIRST_TOKENS]]
+                self._draw(logits_V.expand(len(pairs), -1), pairs)
+            running.waiting = [sample for sample in running.waiting if sample.stop_reason is None]
+
+
+def _ended(running: _Running) -> bool:
+    return running.ready and not running.waiting and not running.rows
+
+
+def _fail(runnings: Sequence[_Running], error: Exception) -> None:
+    for running in runnings:
+        running.error = running.error or error
+
+
+def _numbers(pairs: Sequence[tuple[_Running, Sample]]) -> Array:
+    seeds = [running.job.seed for running, _ in pairs]
+    indices = np.array([sample.index for _, sample in pairs])
+    return uniforms(seeds, indices, np.array([len(sample.tokens) for _, sample in pairs]))
+
+
+def _likeliest(logprobs_BV: torch.Tensor, at_b: Sequence[int], k: int) -> TopkLogprobs:
+    if not k:
+        return TopkLogprobs(np.zeros((len(at_b), 0), np.int32), np.zeros((len(at_b), 0), np.float32))
+    values, ids = logprobs_BV[put(at_b, logprobs_BV)].topk(k, dim=-1)
+    return TopkLogprobs(ids.cpu().numpy(), values.cpu().numpy())
+
+
+class Sampler:
+    """The jobs of an engine, on whichever base models they are."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._runners: dict[int, Runner] = {}
+
+    def start(self, name: str, job: Job) -> None:
+        """Admit a job."""
+        if any(name in runner.names() for runner in self._runners.values()):
+            raise EngineError(f"there is a sampling job {name!r} already")
+        model = job.source.model
+        if id(model) not in self._runners:
+            self._runners[id(model)] = Runner(model, self._limits)
+        self._runners[id(model)].start(name, job)
+
+    def step(self) -> list[SampleDone]:
+        """Advance every job by a step; one that fails does not disturb the others."""
+        with torch.inference_mode():
+            return [done for runner in self._runners.values() if runner.busy() for done in runner.step()]
+
+    def cancel(self, name: str) -> None:
+        """Drop a job; unknown names are ignored."""
+        for runner in self._runners.values():
+            runner.cancel(name)
+
+    def busy(self) -> bool:
+        """Whether any job is unfinished."""
+        return any(runner.busy() for runner in self._runners.values())

@@ -12,10 +12,11 @@ from tinkex.engine import ADAMW, BaseModel, EngineError, Listener, PassDone, Sam
 from tinkex.engine.config import DecoderConfig
 from tinkex.engine.custom import CompiledLoss, compile_graph
 from tinkex.engine.decoder import BARE, Decoder, Lora
+from tinkex.engine.jobs import Job, Source
 from tinkex.engine.lora import Layout
 from tinkex.engine.objectives import find_objective
 from tinkex.engine.openmp import calm_openmp
-from tinkex.engine.sampler import Job, Sampler, Source
+from tinkex.engine.sampler import Sampler
 from tinkex.engine.trainer import Adapter, Trainer
 from tinkex.engine.weights import (
     eos_tokens,

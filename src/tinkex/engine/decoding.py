@@ -1,0 +1,585 @@
+"""The two kinds of pass a sampler makes: chunks of prompts, and one more token for every row.
+
+Both write keys and values before they attend, layer by layer, so that a prompt can share blocks with another of the
+same pass. How a position is summed up depends on that position alone: its keys reach from 0 to the end of its block,
+what lies beyond it is masked, and numbers of rows are padded (see `mixtures`). Where a chunk is cut, which rows are
+neighbours and whether a prefix was found therefore change no bit on a CPU.
+
+Decoding comes in two forms. `SlabDecoding`, for a CPU, keeps a copy of each running row's keys and values in one piece,
+because products read those where they lie. `StaticDecoding`, for a GPU, reads blocks where they are, has fixed shapes,
+and is recorded as CUDA graphs; on a CPU it runs the same code without them.
+
+Axes: T tokens of a pass, B rows, U tiles of queries, Q queries of a tile, S positions, N blocks of a row, H query
+heads, G key/value heads, R query heads of a group times queries, C channels of a head, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from tinkex.engine.attention import AttentionRule, attend, soft_cap, visible, widened
+from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for
+from tinkex.engine.decoder import BARE, Decoder, Lora, hidden_states
+from tinkex.engine.mixtures import Bank, Mixture, Products, padded, widest
+
+if TYPE_CHECKING:
+    from tinkex.types.tensors import Array
+
+SMALLEST_SLAB = 128
+CUDA_TILE = 512
+"""Queries attended at once in prefill on a GPU; on a CPU a block of them, so that the bits do not depend on more."""
+LEAST_RANKS = 64
+KERNEL_WIDTH = 16
+KERNEL_ERROR = 0.03
+"""How far results of standard normal keys and values may lie apart, in bfloat16."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A sequence being decoded: its weights, its blocks, how many positions they hold, and the token that is next."""
+
+    lora: Lora
+    weights: int
+    blocks: list[int]
+    length: int
+    token: int = 0
+    place: tuple[int, int] = (0, 0)
+    """The slab it lies in, by length, and the slot in that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The positions `[start, stop)` of a prompt, to be run in one pass."""
+
+    lora: Lora
+    weights: int
+    tokens: Array
+    blocks: Sequence[int]
+    start: int
+    stop: int
+
+
+def weigh(
+    q_NRC: torch.Tensor, k_NSC: torch.Tensor, v_NSC: torch.Tensor, bias: torch.Tensor, rule: AttentionRule
+) -> torch.Tensor:
+    """Attention by plain products; `bias` is 0 or -inf."""
+    if rule.softcap is None:
+        scores = torch.baddbmm(bias, q_NRC, k_NSC.transpose(1, 2), alpha=rule.scale)
+    else:
+        scores = soft_cap(widened(torch.bmm(q_NRC * rule.scale, k_NSC.transpose(1, 2))), rule.softcap) + bias
+    return torch.bmm(scores.softmax(-1).to(v_NSC.dtype), v_NSC)
+
+
+def put(array: Array | Sequence[int] | Sequence[Sequence[int]], like: torch.Tensor) -> torch.Tensor:
+    """Whole numbers, on the device of a tensor."""
+    return torch.from_numpy(np.asarray(array, dtype=np.int64)).to(like.device)
+
+
+# --- Prefill -----------------------------------------------------------------------------------------------------
+
+
+class Prefill:
+    """Runs pieces of prompts and leaves their keys and values in the pool."""
+
+    def __init__(self, model: Decoder, pool: Pool, products: Products) -> None:
+        self._model, self._pool, self._products = model, pool, products
+
+    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """The hidden states of all positions of the pieces, in order, which has equal weights side by side."""
+        count = sum(piece.stop - piece.start for piece in pieces)
+        total = padded(count)
+        tokens, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
+        places = np.full(total, SCRATCH * BLOCK, np.int64)
+        lora_T: list[Lora] = []
+        at = 0
+        for piece in pieces:
+            span = np.arange(piece.start, piece.stop)
+            here = slice(at, at + span.size)
+            tokens[here], positions[here] = piece.tokens[span], span
+            places[here] = np.asarray(piece.blocks)[span // BLOCK] * BLOCK + span % BLOCK
+            lora_T += [piece.lora] * span.size
+            at += span.size
+        embed = self._model.embed_VD
+        attention = PrefillAttention(self._model, self._pool, pieces, put(places, embed))
+        lora = Mixture.of(self._products, lora_T, total)
+        return hidden_states(self._model, put(tokens, embed), put(positions, embed), attention, lora)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Tiles of queries that end at the same position, of several prompts: they attend in one call."""
+
+    rows_UQ: torch.Tensor
+    """Rows of the pass; those of a tile with fewer are repeated."""
+    positions_UQ: torch.Tensor
+    tables_UN: torch.Tensor
+    taken: torch.Tensor
+    """Which of the U*Q results are no repetitions."""
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def bias(self, rule: AttentionRule, dtype: torch.dtype) -> torch.Tensor:
+        """0 where a query sees a key, else -inf: `[U, Q, S]`, made once for layers with the same window."""
+        if rule.window not in self.masks:
+            seen = self.seen(rule)
+            self.masks[rule.window] = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+        return self.masks[rule.window]
+
+    def seen(self, rule: AttentionRule) -> torch.Tensor:
+        """Which keys a query sees, `[U, Q, S]`."""
+        keys_S = torch.arange(self.tables_UN.shape[1] * BLOCK, device=self.rows_UQ.device)
+        return visible(self.positions_UQ, keys_S, rule)
+
+
+class PrefillAttention:
+    """Attention of pieces of prompts to all that lies before them, by tiles on a fixed grid of positions."""
+
+    def __init__(self, model: Decoder, pool: Pool, pieces: Sequence[Piece], places_T: torch.Tensor) -> None:
+        self._rules, self._pool, self._places_T = model.attention, pool, places_T
+        self._exact = places_T.device.type == "cpu"
+        self._tiles = [
+            _tiles(end, units, places_T) for end, units in _units(pieces, BLOCK if self._exact else CUDA_TILE).items()
+        ]
+
+    def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
+        """Keep the keys and values, then attend."""
+        self._pool.write(layer, self._places_T, k_TGC, v_TGC)
+        mixed_TN = q_THC.new_zeros(q_THC.shape[0], q_THC.shape[1] * q_THC.shape[2])
+        for tiles in self._tiles:
+            k_USGC, v_USGC = self._pool.read(layer, tiles.tables_UN)
+            q_UQHC = q_THC[tiles.rows_UQ]
+            rule = self._rules[layer]
+            mix = _by_products if self._exact else _by_kernel
+            mixed = mix(q_UQHC, k_USGC, v_USGC, tiles, rule).reshape(-1, mixed_TN.shape[1])
+            mixed_TN[tiles.rows_UQ.view(-1)[tiles.taken]] = mixed[tiles.taken]
+        return mixed_TN
+
+
+def _by_kernel(
+    q_UQHC: torch.Tensor, k_USGC: torch.Tensor, v_USGC: torch.Tensor, tiles: _Tiles, rule: AttentionRule
+) -> torch.Tensor:
+    return attend(q_UQHC, k_USGC, v_USGC, tiles.seen(rule), rule)
+
+
+def _by_products(
+    q_UQHC: torch.Tensor, k_USGC: torch.Tensor, v_USGC: torch.Tensor, tiles: _Tiles, rule: AttentionRule
+) -> torch.Tensor:
+    """The same arithmetic for every query, however many there are: heads of a group are rows of one product."""
+    units, queries, heads, channels = q_UQHC.shape
+    positions, groups = k_USGC.shape[1:3]
+    q = q_UQHC.view(units, queries, groups, -1, channels).permute(0, 2, 3, 1, 4).reshape(units * groups, -1, channels)
+    k, v = (x.transpose(1, 2).reshape(units * groups, positions, channels) for x in (k_USGC, v_USGC))
+    bias_UQS = tiles.bias(rule, q.dtype)
+    bias = bias_UQS[:, None, None].expand(-1, groups, heads // groups, -1, -1).reshape(units * groups, -1, positions)
+    mixed = weigh(q, k, v, bias, rule)
+    return mixed.view(units, groups, -1, queries, channels).permute(0, 3, 1, 2, 4)
+
+
+def _units(pieces: Sequence[Piece], tile: int) -> dict[int, list[tuple[Piece, int, int, int]]]:
+    """(piece, first row in the pass, first and last position) of every tile, by where the tile ends."""
+    units: dict[int, list[tuple[Piece, int, int, int]]] = {}
+    row = 0
+    for piece in pieces:
+        start = piece.start
+        while start < piece.stop:
+            end = (start // tile + 1) * tile
+            stop = min(end, piece.stop)
+            units.setdefault(end, []).append((piece, row, start, stop))
+            row += stop - start
+            start = stop
+    return units
+
+
+def _tiles(end: int, units: Sequence[tuple[Piece, int, int, int]], like: torch.Tensor) -> _Tiles:
+    queries = padded(max(stop - start for *_, start, stop in units))
+    steps = np.arange(queries)
+    counts = np.array([stop - start for *_, start, stop in units])[:, None]
+    inside = np.minimum(steps, counts - 1)
+    tables = np.full((len(units), end // BLOCK), NOTHING, np.int64)
+    for index, (piece, *_) in enumerate(units):
+        known = piece.blocks[: end // BLOCK]
+        tables[index, : len(known)] = known
+    return _Tiles(
+        put(inside + np.array([row for _, row, _, _ in units])[:, None], like),
+        put(inside + np.array([start for _, _, start, _ in units])[:, None], like),
+        put(tables, like),
+        put(np.flatnonzero(steps < counts), like),
+    )
+
+
+# --- Decoding ----------------------------------------------------------------------------------------------------
+
+
+class Decoding(Protocol):
+    """Gives every row its next logits."""
+
+    def join(self, row: Row, prompt: Sequence[int]) -> None:
+        """Take in a row, whose prompt lies in these blocks."""
+
+    def leave(self, row: Row) -> None:
+        """Let a row go."""
+
+    def arrange(self, rows: list[Row]) -> list[Row]:
+        """The order in which rows are to be decoded."""
+
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Feed each row its token, at the next position, and return the logits `[B, V]` behind it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Slab:
+    """Keys and values of rows of like length, `[L, 2, slots, G, S, C]`; the first slots are in use, without gaps."""
+
+    kv: torch.Tensor
+    rows: list[Row]
+
+
+class SlabDecoding:
+    """Decoding on a CPU. Rows lie in slabs by length, of which each is twice as long as the one before."""
+
+    def __init__(self, model: Decoder, pool: Pool, products: Products) -> None:
+        self._model, self._pool, self._products = model, pool, products
+        self._slabs: dict[int, _Slab] = {}
+
+    def join(self, row: Row, prompt: Sequence[int]) -> None:
+        """Copy the prompt's keys and values into a slot."""
+        kv_LGSC = self._slot(row, row.length + 1)
+        blocks = put(prompt, self._pool.kv)
+        parts = self._pool.kv.index_select(2, blocks).flatten(2, 3)  # [L, 2, S, G, C]
+        kv_LGSC[..., : row.length, :] = parts[:, :, : row.length].transpose(2, 3)
+
+    def leave(self, row: Row) -> None:
+        """Close the gap that the row leaves; its own slot is zeroed, for what is masked must be finite."""
+        length, slot = row.place
+        slab = self._slabs[length]
+        last = slab.rows.pop()
+        if last is not row:
+            slab.kv[:, :, slot] = slab.kv[:, :, last.place[1]]
+            slab.rows[slot] = last
+            last.place = (length, slot)
+        slab.kv[:, :, len(slab.rows)] = 0
+        if not slab.rows:
+            del self._slabs[length]
+
+    def arrange(self, rows: list[Row]) -> list[Row]:
+        """Equal weights side by side, and within them as they lie."""
+        for row in rows:
+            if row.length == row.place[0]:
+                self._move(row)
+        return sorted(rows, key=lambda row: (row.weights, row.place))
+
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Decode one token of each row."""
+        total, embed = padded(len(rows)), self._model.embed_VD
+        tokens, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
+        tokens[: len(rows)], positions[: len(rows)] = [r.token for r in rows], [r.length for r in rows]
+        lora = Mixture.of(self._products, [row.lora for row in rows], total)
+        attention = _SlabAttention(self._model, self._slabs, rows, total)
+        hidden_TD = hidden_states(self._model, put(tokens, embed), put(positions, embed), attention, lora)
+        for row in rows:
+            row.length += 1
+        return self._model.logits(hidden_TD, lora)[: len(rows)]
+
+    def _slot(self, row: Row, length: int) -> torch.Tensor:
+        """Room for a row of at least this length: `[L, 2, G, S, C]`."""
+        size = SMALLEST_SLAB
+        while size < length:
+            size *= 2
+        layers, _, _, _, groups, channels = self._pool.shape
+        slab = self._slabs.get(size)
+        if slab is None:
+            slab = _Slab(self._pool.kv.new_zeros(layers, 2, 4, groups, size, channels), [])
+            self._slabs[size] = slab
+        elif len(slab.rows) == slab.kv.shape[2]:
+            slab.kv = torch.cat([slab.kv, torch.zeros_like(slab.kv)], dim=2)
+        row.place = (size, len(slab.rows))
+        slab.rows.append(row)
+        return slab.kv[:, :, row.place[1]]
+
+    def _move(self, row: Row) -> None:
+        """To the slab of longer rows."""
+        size, slot = row.place
+        old = self._slabs[size].kv[:, :, slot].clone()
+        self.leave(row)
+        self._slot(row, size + 1)[..., :size, :] = old
+
+
+class _SlabAttention:
+    """Attention of one new position of each row to what lies in its slot."""
+
+    def __init__(self, model: Decoder, slabs: dict[int, _Slab], rows: Sequence[Row], total: int) -> None:
+        self._rules, self._total = model.attention, total
+        index = {id(row): at for at, row in enumerate(rows)}
+        self._parts = [_SlabPart(slab, [index[id(row)] for row in slab.rows]) for slab in slabs.values()]
+        self._plain = len(self._parts) == 1 and isinstance(self._parts[0].rows, slice) and total == len(rows)
+
+    def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
+        """Keep the keys and values, then attend, slab by slab."""
+        rule = self._rules[layer]
+        if self._plain:
+            return self._parts[0].attend(layer, q_THC, k_TGC, v_TGC, rule)
+        mixed_TN = q_THC.new_zeros(self._total, q_THC.shape[1] * q_THC.shape[2])
+        for part in self._parts:
+            rows = part.rows
+            mixed_TN[rows] = part.attend(layer, q_THC[rows], k_TGC[rows], v_TGC[rows], rule)
+        return mixed_TN
+
+
+class _SlabPart:
+    """The rows of a pass that lie in one slab."""
+
+    def __init__(self, slab: _Slab, order: list[int]) -> None:
+        straight = range(order[0], order[0] + len(order))
+        self.rows = slice(straight.start, straight.stop) if order == list(straight) else torch.tensor(order)
+        """Where they are in the pass, in the order of their slots."""
+        self._slab = slab
+        groups, size = slab.kv.shape[3:5]
+        positions = np.array([row.length for row in slab.rows])
+        self._width = blocks_for(int(positions.max()) + 1) * BLOCK
+        heads = np.arange(len(order) * groups)
+        self._places = torch.from_numpy(heads * size + positions.repeat(groups))
+        self._positions_B1 = torch.from_numpy(positions)[:, None]
+        self._biases: dict[int | None, torch.Tensor] = {}
+
+    def attend(
+        self, layer: int, q_BHC: torch.Tensor, k_BGC: torch.Tensor, v_BGC: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor:
+        """Query heads of a group read its keys where they lie."""
+        count, groups, channels = k_BGC.shape
+        keys, values = (part.view(-1, channels) for part in self._slab.kv[layer])
+        keys.index_copy_(0, self._places, k_BGC.reshape(-1, channels))
+        values.index_copy_(0, self._places, v_BGC.reshape(-1, channels))
+        size, used = self._slab.kv.shape[4], count * groups
+        k, v = (x.view(-1, size, channels)[:used, : self._width] for x in (keys, values))
+        q = q_BHC.reshape(used, -1, channels)
+        return weigh(q, k, v, self._bias(rule, groups, q.dtype), rule).view(count, -1)
+
+    def _bias(self, rule: AttentionRule, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        if rule.window not in self._biases:
+            seen_B1S = visible(self._positions_B1, torch.arange(self._width), rule)
+            bias = torch.zeros(seen_B1S.shape, dtype=dtype).masked_fill_(~seen_B1S, -torch.inf)
+            self._biases[rule.window] = bias.repeat_interleave(groups, dim=0)
+        return self._biases[rule.window]
+
+
+class StaticDecoding:
+    """Decoding with fixed shapes: numbers of rows and of blocks are rounded up, and each pair of them is recorded once.
+
+    A row of padding writes to a block of its own kind and reads zeros.
+    """
+
+    def __init__(self, model: Decoder, pool: Pool) -> None:
+        self._model, self._pool = model, pool
+        self._bank = Bank(model, 0)
+        self._kernel = find_kernel(model, pool)
+        self._shapes: dict[tuple[int, int, bool], _Shape] = {}
+        self._memory = torch.cuda.graph_pool_handle() if self._captures else None
+
+    @property
+    def _captures(self) -> bool:
+        """Whether passes are recorded; those of experts cannot be, for who gets which token is known only then."""
+        return self._pool.kv.device.type == "cuda" and all(x.sharers == 1 for x in self._model.linears())
+
+    def join(self, row: Row, prompt: Sequence[int]) -> None:
+        """Give the row its own copy of the block in which the prompt ends."""
+        if row.length % BLOCK:
+            self._pool.copy(prompt[-1], row.blocks[len(prompt) - 1])
+
+    def leave(self, row: Row) -> None:
+        """Nothing is kept besides the blocks."""
+
+    def arrange(self, rows: list[Row]) -> list[Row]:
+        """As they are."""
+        return rows
+
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Decode one token of each row."""
+        adapted = self._place(rows)
+        size, width = _rounded(len(rows)), self._width(max(len(row.blocks) for row in rows))
+        shape = self._shapes.get((size, width, adapted))
+        if shape is None:
+            shape = _Shape(self._model, self._pool, self._bank if adapted else None, self._kernel, size, width)
+            self._shapes[size, width, adapted] = shape
+            shape.fill(rows)
+            if self._memory is not None:
+                shape.record(self._memory)
+        else:
+            shape.fill(rows)
+        for row in rows:
+            row.length += 1
+        return shape.run()[: len(rows)]
+
+    def _width(self, blocks: int) -> int:
+        """Room in the tables: the kernel reads what a row has, so few widths do; plain attention reads it all."""
+        if self._kernel is None:
+            return _rounded(blocks)
+        width = KERNEL_WIDTH
+        while width < blocks:
+            width *= 4
+        return width
+
+    def _place(self, rows: Sequence[Row]) -> bool:
+        """See that the adapters of these rows are in the bank; whether there are any."""
+        adapters = {row.weights: row.lora for row in rows if row.lora.factors}
+        if adapters and not self._bank.place(adapters):
+            ranks = sum(map(widest, adapters.values()))
+            self._shapes = {key: shape for key, shape in self._shapes.items() if not key[2]}
+            if self._memory is not None:  # one whose graphs are all gone cannot be used again
+                self._memory = torch.cuda.graph_pool_handle()
+            self._bank = Bank(self._model, max(LEAST_RANKS, 2 * self._bank.ranks, _rounded(ranks)))
+            self._bank.place(adapters)
+        return bool(adapters)
+
+
+class _Shape:
+    """A pass over a fixed number of rows with room for a fixed number of blocks: its inputs, and its graph."""
+
+    def __init__(
+        self, model: Decoder, pool: Pool, bank: Bank | None, kernel: Kernel | None, rows: int, width: int
+    ) -> None:
+        self._model, self._pool, self._bank, self._kernel = model, pool, bank, kernel
+        self._host = torch.zeros(rows, 4 + width, dtype=torch.int64, pin_memory=pool.kv.device.type == "cuda")
+        self._inputs = torch.zeros(rows, 4 + width, dtype=torch.int64, device=pool.kv.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: torch.Tensor | None = None
+
+    def fill(self, rows: Sequence[Row]) -> None:
+        """Put tokens, positions, places, adapters and tables where the pass reads them."""
+        host = self._host.numpy()
+        host[:] = 0
+        host[:, 2] = SCRATCH * BLOCK
+        for at, row in enumerate(rows):
+            place = row.blocks[row.length // BLOCK] * BLOCK + row.length % BLOCK
+            host[at, :4] = row.token, row.length, place, row.weights
+            host[at, 4 : 4 + len(row.blocks)] = row.blocks
+        self._inputs.copy_(self._host, non_blocking=True)
+
+    def record(self, memory: Any) -> None:
+        """Record the pass as a CUDA graph; it is run twice before, as libraries want it."""
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._pass()
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=memory):
+            self._logits = self._pass()
+
+    def run(self) -> torch.Tensor:
+        """The logits `[B, V]`; under a graph they are overwritten by the next run."""
+        if self._graph is None or self._logits is None:
+            return self._pass()
+        self._graph.replay()
+        return self._logits
+
+    def _pass(self) -> torch.Tensor:
+        tokens_B, positions_B, places_B, weights_B = self._inputs[:, :4].unbind(1)
+        attention = _BlockAttention(
+            self._model.attention, self._pool, self._kernel, self._inputs[:, 4:], positions_B, places_B
+        )
+        lora = BARE if self._bank is None else self._bank.share(weights_B)
+        hidden_BD = hidden_states(self._model, tokens_B, positions_B, attention, lora)
+        return self._model.logits(hidden_BD, lora)
+
+
+class _BlockAttention:
+    """Attention of one new position of each row to the blocks of its table, by the kernel or by plain means."""
+
+    def __init__(
+        self,
+        rules: Sequence[AttentionRule],
+        pool: Pool,
+        kernel: Kernel | None,
+        tables_BN: torch.Tensor,
+        positions_B: torch.Tensor,
+        places_B: torch.Tensor,
+    ) -> None:
+        self._rules, self._pool, self._kernel = rules, pool, kernel
+        self._tables_BN, self._places_B = tables_BN.contiguous(), places_B.contiguous()
+        self._positions_B = positions_B.contiguous()
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def __call__(self, layer: int, q_BHC: torch.Tensor, k_BGC: torch.Tensor, v_BGC: torch.Tensor) -> torch.Tensor:
+        """Keep the keys and values, then attend."""
+        self._pool.write(layer, self._places_B, k_BGC, v_BGC)
+        rule = self._rules[layer]
+        if self._kernel is None:
+            return self._gathered(layer, q_BHC, rule)
+        kv_2NSGC, softcap = self._pool.kv[layer], rule.softcap
+        return self._kernel(q_BHC, kv_2NSGC, self._tables_BN, self._positions_B, rule.scale, rule.window, softcap)
+
+    def _gathered(self, layer: int, q_BHC: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        """Over a copy of the blocks: the heads of a group are queries of one sequence."""
+        k_BSGC, v_BSGC = self._pool.read(layer, self._tables_BN)
+        count, _, groups, channels = k_BSGC.shape
+        q_BRGC = q_BHC.view(count, groups, -1, channels).transpose(1, 2)
+        seen = self._seen(rule).expand(-1, q_BRGC.shape[1], -1)
+        mixed = attend(q_BRGC, k_BSGC, v_BSGC, seen, rule)
+        return mixed.view(count, -1, groups, channels).transpose(1, 2).reshape(count, -1)
+
+    def _seen(self, rule: AttentionRule) -> torch.Tensor:
+        if rule.window not in self._masks:
+            keys_S = torch.arange(self._tables_BN.shape[1] * BLOCK, device=self._tables_BN.device)
+            self._masks[rule.window] = visible(self._positions_B[:, None], keys_S, rule)
+        return self._masks[rule.window]
+
+
+Kernel: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None, float | None], torch.Tensor
+]
+"""Attention from blocks, as `paged_kernel.paged_attention` does it."""
+
+
+def find_kernel(model: Decoder, pool: Pool) -> Kernel | None:
+    """The kernel, if Triton is here and it gives what plain attention gives on the heads of this model."""
+    config = model.config
+    if pool.kv.device.type != "cuda" or config.head_dim & (config.head_dim - 1) or config.head_dim < 16:
+        return None
+    try:
+        from tinkex.engine.paged_kernel import paged_attention
+
+        error = _kernel_error(paged_attention, model)
+    except Exception as reason:  # no Triton, no compiler, no such chip: all that matters is that there is another way
+        logger.warning("decoding goes without its attention kernel, and is slower: %s", reason)
+        return None
+    if not error < KERNEL_ERROR:
+        logger.warning("decoding goes without its attention kernel, which is off by %s here", error)
+        return None
+    return paged_attention
+
+
+def _kernel_error(kernel: Kernel, model: Decoder) -> float:
+    """How far the kernel is from plain attention, for a few rows of different lengths."""
+    pool, config = Pool(model, 6), model.config
+    generator = torch.Generator(pool.kv.device).manual_seed(0)
+    for block in range(RESERVED, RESERVED + 6):
+        pool.kv[:, :, block].normal_(generator=generator)
+    tables_BN = put([[2, 3, 4], [5, 6, NOTHING], [7, NOTHING, NOTHING]], pool.kv)
+    positions_B = put([3 * BLOCK - 2, BLOCK, 5], pool.kv)
+    q_BHC = pool.kv.new_empty(3, config.heads, config.head_dim).normal_(generator=generator)
+    worst = 0.0
+    for layer in range(config.layers):
+        rule = model.attention[layer]
+        plain = _BlockAttention(model.attention, pool, None, tables_BN, positions_B, positions_B)
+        expected = plain._gathered(layer, q_BHC, rule)
+        got = kernel(q_BHC, pool.kv[layer], tables_BN, positions_B, rule.scale, rule.window, rule.softcap)
+        worst = max(worst, float((got - expected).abs().max()))
+    return worst
+
+
+def _rounded(number: int) -> int:
+    """Up to a power of two or the middle between two."""
+    power = 1
+    while power < number:
+        if power >= 8 and power * 3 // 2 >= number:
+            return power * 3 // 2
+        power *= 2
+    return power

@@ -1,0 +1,334 @@
+"""Sampling requests: what is asked, what is known about the prompt, which tokens the samples have, and when they end.
+
+Log-probabilities of sampled tokens are those of the temperature-scaled distribution before top-k and top-p cut it (at
+temperature 0, of the unscaled one); those of prompts are at temperature 1.
+
+Axes: T positions of a prompt, V vocabulary, K likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tinkex.engine import DrawnToken, EngineError, Listener
+from tinkex.engine.cache import prompt_keys
+from tinkex.engine.choices import choose, uniforms
+from tinkex.engine.losses import read_tokens
+from tinkex.engine.trainer import LOGITS_BUDGET, log_softmax
+from tinkex.types.sampling import (
+    EMPTY_CELL,
+    PromptAltTokens,
+    SampledSequence,
+    SampleRequest,
+    SampleResponse,
+    StopReason,
+    TopkLogprobs,
+)
+from tinkex.types.tensors import Array, TensorData
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tokenizers import Tokenizer
+
+    from tinkex.engine.decoder import Decoder, Lora
+    from tinkex.engine.decoding import Row
+
+MAX_SAMPLES = 1024
+MAX_TOPK = 1024
+MARGIN = 8
+ALTERNATIVES = 1 << 32
+"""Alternative tokens of prompts draw from streams beyond those of any sample."""
+BARE_WEIGHTS = 0
+_NUMBERS = count(BARE_WEIGHTS + 1)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a sampler samples from: frozen weights, and what the model's files say about ending."""
+
+    model: Decoder
+    lora: Lora
+    eos_tokens: frozenset[int]
+    tokenizer: Callable[[], Tokenizer]
+
+    @cached_property
+    def weights(self) -> int:
+        """A number for these weights, never given to others; samplers of the bare model share theirs."""
+        return next(_NUMBERS) if self.lora.factors else BARE_WEIGHTS
+
+
+# --- Stopping ----------------------------------------------------------------------------------------------------
+
+
+class StopRule:
+    """Says which rows end with the token they have just got."""
+
+    def __init__(self, source: Source, stop: str | Sequence[str | int] | None, rows: int) -> None:
+        items = [stop] if isinstance(stop, str) else sorted(source.eos_tokens) if stop is None else list(stop)
+        ids = [item for item in items if not isinstance(item, str)]
+        if any(not 0 <= item < source.model.config.vocab for item in ids):
+            raise EngineError(f"stop holds a token outside the vocabulary of {source.model.config.vocab}")
+        self._tokens = frozenset(ids)
+        self._strings = [item for item in items if isinstance(item, str)]
+        if "" in self._strings:
+            raise EngineError("a stop string must not be empty")
+        self._texts = [_Text(source.tokenizer()) for _ in range(rows)] if self._strings else []
+
+    def __call__(self, rows: Array, tokens: Array) -> Array:
+        """Whether each row, having got its token, is at its end."""
+        pairs = zip(rows.tolist(), tokens.tolist(), strict=True)
+        return np.array([self._said(row, token) if self._strings else token in self._tokens for row, token in pairs])
+
+    def _said(self, row: int, token: int) -> bool:
+        text = self._texts[row].add(token, keep=max(map(len, self._strings)))
+        return any(string in text for string in self._strings)
+
+
+class _Text:
+    """The end of a row's decoded text, from as few tokens as a stop string can reach back over.
+
+    Decoding a suffix of the tokens can spoil its first characters (half a character, a stripped space): the margin.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+
+    def add(self, token: int, keep: int) -> str:
+        """The text after one more token: its part, and at least the `keep` characters before it."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        while len(self._decode(self._tokens[1:])) >= keep + MARGIN:
+            del self._tokens[0]
+        return text
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+
+# --- Prompts -----------------------------------------------------------------------------------------------------
+
+
+class PromptScores:
+    """What a request wants to know about its prompt, gathered as chunks of logits pass by."""
+
+    def __init__(self, prompt: Array, request: SampleRequest, seed: int, vocab: int) -> None:
+        self._prompt, self._request, self._seed = prompt, request, seed
+        self._k, self._alternatives = request.topk_prompt_logprobs, request.prompt_alt_tokens_k
+        self._wanted = bool(request.prompt_logprobs) or self._k > 0
+        self._first = max(1, prompt.size - (request.prompt_logprobs_last_n or prompt.size))
+        self._targets = _Targets.of(request.target_prompt_logprobs, prompt.size, vocab)
+        self.logprobs_P = np.full(prompt.size, np.nan, dtype=np.float32)
+        self._topk = _empty_topk(prompt.size, self._k)
+        self._alt = [np.zeros((prompt.size - 1, self._alternatives), t) for t in (np.int64, np.float32)]
+
+    @property
+    def rows(self) -> range:
+        """The prompt positions whose logits are needed."""
+        if self._targets is not None or self._alternatives:
+            return range(self._prompt.size - 1)
+        return range(self._first - 1, self._prompt.size - 1) if self._wanted else range(0)
+
+    def add(self, rows: range, logits_TV: torch.Tensor) -> None:
+        """Take the logits of these positions; they score the token after each."""
+        logprobs_TV = log_softmax(logits_TV)
+        after = slice(rows.start + 1, rows.stop + 1)
+        if self._wanted:
+            targets = torch.from_numpy(self._prompt[after].astype(np.int64)).to(logits_TV.device)
+            self.logprobs_P[after] = logprobs_TV.gather(1, targets[:, None])[:, 0].cpu().numpy()
+        if self._k:
+            _put_topk(self._topk, after, logprobs_TV, self._k)
+        if self._targets is not None:
+            self._targets.add(rows, logprobs_TV)
+        if self._alternatives:
+            self._draw(rows, logits_TV)
+
+    def _draw(self, rows: range, logits_TV: torch.Tensor) -> None:
+        positions = np.arange(rows.start + 1, rows.stop + 1, dtype=np.uint64)
+        span = slice(rows.start, rows.stop)
+        for column in range(self._alternatives):
+            numbers = uniforms(self._seed, ALTERNATIVES + column, positions)
+            tokens, logprobs = choose(logits_TV, numbers, [self._request.sampling_params] * len(rows))
+            self._alt[0][span, column] = tokens.cpu().numpy()
+            self._alt[1][span, column] = logprobs.gather(1, tokens[:, None])[:, 0].cpu().numpy()
+
+    def response(self, sequences: list[SampledSequence]) -> SampleResponse:
+        """The result of the request."""
+        if self._wanted:
+            self.logprobs_P[: self._first] = np.nan
+            _clear(self._topk, self._first)
+        return SampleResponse(
+            sequences,
+            prompt_logprobs_np=self.logprobs_P if self._wanted else None,
+            topk_prompt_logprobs_np=self._topk if self._k else None,
+            target_prompt_logprobs=None if self._targets is None else self._targets.tensor(),
+            prompt_alt_tokens=PromptAltTokens(*map(TensorData.from_numpy, self._alt)) if self._alternatives else None,
+        )
+
+
+class _Targets:
+    """Log-probabilities of chosen tokens at prompt positions: row i of the request scores position i + 1."""
+
+    def __init__(self, request: TensorData, rows: Array, tokens: Array) -> None:
+        self._request, self._rows, self._tokens = request, rows, tokens
+        self._logprobs = np.full(tokens.size, np.nan, dtype=np.float32)
+
+    @classmethod
+    def of(cls, request: TensorData | None, length: int, vocab: int) -> _Targets | None:
+        if request is None:
+            return None
+        shape, tokens = request.shape or [], request.values
+        if request.dtype != "int64" or len(shape) != 2 or shape[0] != length - 1:
+            raise EngineError(f"target_prompt_logprobs must be int64 of shape [{length - 1}, K], got {request!r}")
+        if tokens.size and (tokens.min() < -1 or tokens.max() >= vocab):
+            raise EngineError(f"target_prompt_logprobs holds a token outside the vocabulary of {vocab}")
+        counts = np.diff(request.csr[0]) if request.csr else np.full(shape[0], shape[1])
+        return cls(request, np.repeat(np.arange(shape[0]), counts), tokens)
+
+    def add(self, rows: range, logprobs_TV: torch.Tensor) -> None:
+        here = np.flatnonzero((self._rows >= rows.start) & (self._rows < rows.stop) & (self._tokens >= 0))
+        at = (torch.from_numpy(self._rows[here] - rows.start), torch.from_numpy(self._tokens[here]))
+        self._logprobs[here] = logprobs_TV[tuple(x.to(logprobs_TV.device) for x in at)].cpu().numpy()
+
+    def tensor(self) -> TensorData:
+        crow, col = self._request.csr or (None, None)
+        return TensorData(self._logprobs, "float32", self._request.shape, crow, col)
+
+
+def _empty_topk(length: int, k: int) -> TopkLogprobs:
+    return TopkLogprobs(np.zeros((length, k), np.int32), np.full((length, k), EMPTY_CELL, np.float32))
+
+
+def _put_topk(table: TopkLogprobs, where: slice, logprobs_TV: torch.Tensor, k: int) -> None:
+    values, ids = logprobs_TV.topk(k, dim=-1)
+    table.token_ids[where], table.logprobs[where] = ids.cpu().numpy(), values.cpu().numpy()
+
+
+def _clear(table: TopkLogprobs, length: int) -> None:
+    table.token_ids[:length], table.logprobs[:length] = 0, EMPTY_CELL
+
+
+# --- Jobs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One of a job's samples: the tokens it has, and its row while it is being decoded.
+
+    A sample that was put back has tokens which its new row must be fed again: `fed` of them have been.
+    """
+
+    index: int
+    tokens: list[int]
+    logprobs: list[float]
+    topk: list[TopkLogprobs]
+    stop_reason: StopReason | None = None
+    row: Row | None = None
+    fed: int = 0
+
+
+class Job:
+    """One request: its prompt and what is known of it, its samples, and how they end."""
+
+    def __init__(self, source: Source, request: SampleRequest, seed: int, listener: Listener | None = None) -> None:
+        config = source.model.config
+        self._listener = listener
+        self.source, self.request, self.seed = source, request, seed
+        self.prompt = read_tokens(request.prompt, "prompt", config.context)
+        _check(request, self.prompt, config.vocab)
+        self.limit = _limit(request, self.prompt.size, config.context)
+        self._stop = StopRule(source, request.sampling_params.stop, request.num_samples)
+        self.scores = PromptScores(self.prompt, request, seed, config.vocab)
+        self.samples = [Sample(index, [], [], []) for index in range(request.num_samples)]
+        self.keys = prompt_keys(source.weights, self.prompt)
+
+    def commit(self, samples: Sequence[Sample], tokens: Array, logprobs: Array, topk: TopkLogprobs) -> None:
+        """Give samples a token each, tell the listener, and mark those that end."""
+        if not np.isfinite(logprobs).all():
+            raise EngineError("the model's logits are not finite: its weights are broken", "server")
+        ended = self._stop(np.array([sample.index for sample in samples]), tokens)
+        drawn = []
+        for at, (sample, token, logprob) in enumerate(zip(samples, tokens.tolist(), logprobs.tolist(), strict=True)):
+            sample.tokens.append(token)
+            sample.logprobs.append(logprob)
+            if self.request.topk_sample_logprobs:
+                sample.topk.append(TopkLogprobs(topk.token_ids[at], topk.logprobs[at]))
+            if ended[at]:
+                sample.stop_reason = "stop"
+            elif len(sample.tokens) == self.limit:
+                sample.stop_reason = "length"
+            drawn.append(DrawnToken(sample.index, token, logprob, sample.stop_reason))
+        if self._listener is not None:
+            self._listener(drawn)
+
+    def score_rows(self, start: int, stop: int) -> Iterator[range]:
+        """The positions in `[start, stop)` whose logits the request asks for, in portions that fit the budget."""
+        wanted = self.scores.rows
+        return _blocks(range(max(wanted.start, start), min(wanted.stop, stop)), self.source.model.config.vocab)
+
+    @property
+    def first_scored(self) -> int:
+        """The first position whose hidden state is needed; only what lies before it may come from others."""
+        rows = self.scores.rows
+        return rows.start if len(rows) else self.prompt.size - 1
+
+    def response(self) -> SampleResponse:
+        """The result, once every sample has ended."""
+        return self.scores.response([self._sequence(sample) for sample in self.samples])
+
+    def _sequence(self, sample: Sample) -> SampledSequence:
+        k = self.request.topk_sample_logprobs
+        table = None
+        if k:
+            ids, values = np.zeros((len(sample.topk), k), np.int32), np.zeros((len(sample.topk), k), np.float32)
+            for at, row in enumerate(sample.topk):
+                ids[at], values[at] = row.token_ids, row.logprobs
+            table = TopkLogprobs(ids, values)
+        return SampledSequence(
+            stop_reason=sample.stop_reason or "length",
+            tokens_np=np.array(sample.tokens, np.int32),
+            logprobs_np=np.array(sample.logprobs, np.float32),
+            topk_logprobs_np=table,
+        )
+
+
+def _blocks(rows: range, vocab: int) -> Iterator[range]:
+    step = max(1, LOGITS_BUDGET // vocab)
+    for start in range(rows.start, rows.stop, step):
+        yield range(start, min(start + step, rows.stop))
+
+
+def _check(request: SampleRequest, prompt: Array, vocab: int) -> None:
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise EngineError(f"num_samples must be between 1 and {MAX_SAMPLES}, got {request.num_samples}")
+    if prompt.max() >= vocab:
+        raise EngineError(f"prompt: token {prompt.max()} is outside the vocabulary of {vocab}")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        most = min(vocab, MAX_TOPK)
+        if not 0 <= getattr(request, name) <= most:
+            raise EngineError(f"{name} must be between 0 and {most}, got {getattr(request, name)}")
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and (last_n < 1 or not (request.prompt_logprobs or request.topk_prompt_logprobs)):
+        raise EngineError("prompt_logprobs_last_n must be at least 1 and needs prompt_logprobs")
+
+
+def _limit(request: SampleRequest, prompt: int, context: int) -> int:
+    """How many tokens a sample may have. One token beyond the window is allowed to who only wants prompt scores."""
+    asked = request.sampling_params.max_tokens
+    if asked is None:
+        return context - prompt
+    scoring = asked == 1 and (request.prompt_logprobs or request.topk_prompt_logprobs)
+    if prompt + asked > context and not scoring:
+        raise EngineError(
+            f"a prompt of {prompt} tokens and max_tokens {asked} exceed the context window of {context}; "
+            f"at most {context - prompt} tokens can be sampled"
+        )
+    return asked

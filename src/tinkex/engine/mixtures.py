@@ -1,0 +1,223 @@
+"""Several adapters in one pass: products with the base weights over all rows, each adapter's share over its own.
+
+`Mixture` goes through the adapters one by one: exact, no copies, any shapes. `Bank` lays the factors of all adapters
+side by side in memory of fixed addresses and masks what is not a row's own: few large products of fixed shapes, which a
+CUDA graph can hold.
+
+On a CPU the bits of a row of a product depend on its neighbours' number unless that is a multiple of `ROWS`; therefore
+rows are padded to one. Then what a row gets does not depend on what else is in the pass.
+
+Axes: T rows of a pass, D inputs, N outputs, R rank (times the projections that share an input).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tinkex.engine.decoder import Decoder, Lora
+    from tinkex.engine.lora import Factors, Linear
+
+ROWS = 4
+"""Rows of a product come in multiples of this."""
+
+
+def padded(rows: int) -> int:
+    """So many rows, rounded up."""
+    return -(-rows // ROWS) * ROWS
+
+
+class Products:
+    """Products with the frozen weights. On a CPU in float32 oneDNN makes them, from a second copy in its own layout.
+
+    Measured for 4 to 32 rows that takes half to a third of the time of MKL, which lays the weights out anew each time.
+    """
+
+    def __init__(self, model: Decoder, most_bytes: int) -> None:
+        size = sum(linear.weight_ND.numel() * linear.weight_ND.element_size() for linear in model.linears())
+        like = model.embed_VD
+        fits = like.device.type == "cpu" and like.dtype == torch.float32 and size <= most_bytes
+        self._packs = fits and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        self._packed: dict[str, torch.Tensor] = {}
+
+    def __call__(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """A linear layer of the base model."""
+        rows = x_TD.shape[0]
+        if rows % ROWS:  # what experts got
+            return self(F.pad(x_TD, (0, 0, 0, padded(rows) - rows)), linear)[:rows]
+        if not self._packs:
+            return F.linear(x_TD, linear.weight_ND, linear.bias_N)
+        weight = self._packed.get(linear.name)
+        if weight is None:
+            weight = self._packed[linear.name] = torch.ops.mkldnn._reorder_linear_weight(linear.weight_ND)
+        y_TN: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TD, weight, linear.bias_N, "none", [], "")
+        return y_TN
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The rows `[start, stop)` of a pass that belong to one adapter."""
+
+    lora: Lora
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Adapters beside each other, each over a span of rows; rows in no span are the base model's."""
+
+    products: Products
+    spans: Sequence[Span]
+
+    @classmethod
+    def of(cls, products: Products, lora_T: Sequence[Lora], rows: int) -> Mixture:
+        """For rows whose adapters are given, equal ones side by side; padding up to `rows` goes with the last."""
+        spans: list[Span] = []
+        for row, lora in enumerate(lora_T):
+            if spans and spans[-1].lora is lora:
+                spans[-1] = Span(lora, spans[-1].start, row + 1)
+            else:
+                spans.append(Span(lora, row, row + 1))
+        spans[-1] = Span(spans[-1].lora, spans[-1].start, rows)
+        return cls(products, [span for span in spans if span.lora.factors])
+
+    def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
+        """A linear layer, with the share of each adapter added to its rows."""
+        y_TN = self.products(x_TD, linear)
+        for span in self.spans:
+            factors = span.lora.factors.get(linear.name)
+            if factors is not None:
+                start, stop = (span.start, span.stop) if rows_T is None else _within(span, rows_T)
+                _add_share(x_TD, y_TN, linear, factors, start, stop)
+        return y_TN
+
+
+def _within(span: Span, rows_T: torch.Tensor) -> tuple[int, int]:
+    start, stop = torch.searchsorted(rows_T, rows_T.new_tensor([span.start, span.stop])).tolist()
+    return start, stop
+
+
+def _add_share(x_TD: torch.Tensor, y_TN: torch.Tensor, linear: Linear, factors: Factors, start: int, stop: int) -> None:
+    """Add an adapter's share to rows. Where their number is no multiple, neighbours are computed too and left out."""
+    total, size = x_TD.shape[0], padded(stop - start)
+    if start == stop:
+        return
+    if (stop - start) % ROWS == 0:
+        _add(x_TD[start:stop], y_TN[start:stop], linear, factors)
+        return
+    first = max(0, min(start, total - size))
+    x, y = x_TD[first : first + size], y_TN[first : first + size]
+    y = torch.cat([y, y.new_zeros(size - y.shape[0], y.shape[1])]) if y.shape[0] < size else y.clone()
+    x = torch.cat([x, x.new_zeros(size - x.shape[0], x.shape[1])]) if x.shape[0] < size else x
+    _add(x, y, linear, factors)
+    y_TN[start:stop] = y[start - first : stop - first]
+
+
+def _add(x: torch.Tensor, y: torch.Tensor, linear: Linear, factors: Factors) -> None:
+    low = F.linear(x, factors.a_RD)
+    if len(linear.sizes) == 1:
+        y.addmm_(low, factors.b_NR[0].t(), alpha=factors.scale)
+        return
+    lows = low.chunk(len(linear.sizes), dim=1)
+    for part, low_part, b_NR in zip(torch.split(y, linear.sizes, dim=1), lows, factors.b_NR, strict=True):
+        part.addmm_(low_part, b_NR.t(), alpha=factors.scale)
+
+
+def widest(lora: Lora) -> int:
+    """The rank of an adapter; that of experts is less."""
+    return max(factors.b_NR[0].shape[1] for factors in lora.factors.values())
+
+
+class Bank:
+    """Adapters side by side: for each linear layer A `[R, D]` and B `[N, R]` of them all, and who owns which rank.
+
+    The share of all adapters is two products; between them, what is not a row's own is multiplied by zero. Where
+    several projections share an input, B has zeros off its diagonal of blocks: one product instead of three.
+    """
+
+    def __init__(self, model: Decoder, ranks: int) -> None:
+        like = model.embed_VD
+        self.ranks = ranks
+        self._a: dict[str, torch.Tensor] = {}
+        self._b: dict[str, torch.Tensor] = {}
+        for linear in model.linears():
+            outputs, inputs = linear.weight_ND.shape
+            wide = ranks * len(linear.sizes)
+            self._a[linear.name] = torch.zeros(wide, inputs, dtype=like.dtype, device=like.device)
+            self._b[linear.name] = torch.zeros(outputs, wide, dtype=like.dtype, device=like.device)
+        self._sizes = {linear.name: linear.sizes for linear in model.linears()}
+        self._owner_R = torch.zeros(ranks, dtype=torch.int64, device=like.device)
+        self._dtype = like.dtype
+        self._places: dict[int, tuple[int, int]] = {}
+
+    def place(self, adapters: Mapping[int, Lora]) -> bool:
+        """See that these adapters, by number (0 is the bare model), are in the bank; False if it is too small."""
+        for number in [known for known in self._places if known not in adapters]:
+            self._remove(number)
+        for number, lora in adapters.items():
+            if lora.factors and number not in self._places and not self._put(number, lora):
+                return False
+        return True
+
+    def share(self, numbers_T: torch.Tensor) -> BankShare:
+        """The adaptation of a pass whose rows belong to the adapters of these numbers."""
+        return BankShare(self._a, self._b, (numbers_T[:, None] == self._owner_R).to(self._dtype))
+
+    def _put(self, number: int, lora: Lora) -> bool:
+        most = widest(lora)
+        start = self._gap(most)
+        if start is None:
+            return False
+        self._places[number] = (start, most)
+        self._owner_R[start : start + most] = number
+        for name, factors in lora.factors.items():
+            row, rank = 0, factors.b_NR[0].shape[1]
+            a_each = torch.split(factors.a_RD, rank)
+            for module, (a_RD, b_NR) in enumerate(zip(a_each, factors.b_NR, strict=True)):
+                first = module * self.ranks + start
+                self._a[name][first : first + rank] = a_RD
+                self._b[name][row : row + b_NR.shape[0], first : first + rank] = b_NR * factors.scale
+                row += b_NR.shape[0]
+        return True
+
+    def _gap(self, rank: int) -> int | None:
+        """The first run of free ranks that is long enough."""
+        start = 0
+        for begin, size in sorted(self._places.values()):
+            if begin - start >= rank:
+                break
+            start = begin + size
+        return start if start + rank <= self.ranks else None
+
+    def _remove(self, number: int) -> None:
+        start, rank = self._places.pop(number)
+        self._owner_R[start : start + rank] = 0
+        for name, sizes in self._sizes.items():
+            for module in range(len(sizes)):
+                first = module * self.ranks + start
+                self._a[name][first : first + rank] = 0
+                self._b[name][:, first : first + rank] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BankShare:
+    """What a bank adds to the rows of one pass."""
+
+    a: Mapping[str, torch.Tensor]
+    b: Mapping[str, torch.Tensor]
+    mask_TR: torch.Tensor
+
+    def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
+        """A linear layer with each row's adapter's share added."""
+        y_TN = F.linear(x_TD, linear.weight_ND, linear.bias_N)
+        mask_TR = self.mask_TR if rows_T is None else self.mask_TR[rows_T]
+        low_TR = F.linear(x_TD, self.a[linear.name])
+        low_TR = (low_TR.view(x_TD.shape[0], -1, mask_TR.shape[1]) * mask_TR[:, None]).view(low_TR.shape)
+        return y_TN.addmm_(low_TR, self.b[linear.name].t())

@@ -1,0 +1,387 @@
+"""Sampling many jobs at once: neighbours change no bit, prefixes are shared, room is bounded, chunks do not block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.conftest import SMALL, Sample
+from tinkex.engine import EngineError, choices, run_pass
+from tinkex.engine.cache import BLOCK, Blocks, block_bytes, prompt_keys
+from tinkex.engine.choices import choose, uniforms
+from tinkex.engine.sampler import Limits, Sampler
+from tinkex.engine.torch_engine import TorchEngine
+from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
+from tinkex.types.training import LoraConfig
+
+ADAPTERS = {"one": LoraConfig(rank=4), "two": LoraConfig(rank=7, train_mlp=False), "three": LoraConfig(rank=16, seed=5)}
+STATIC = pytest.mark.parametrize("static", [False, True], ids=["slabs", "static"])
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with room for several blocks, nine heads on three, and a vocabulary of several spans."""
+    torch.manual_seed(3)
+    shape = {
+        **SMALL,
+        "hidden_size": 72,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+        "vocab_size": 700,
+        "max_position_embeddings": 640,
+    }
+    path = tmp_path_factory.mktemp("long")
+    model: Any = LlamaForCausalLM(LlamaConfig(**shape))  # type: ignore[no-untyped-call]
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def crowd(directory: Path) -> TorchEngine:
+    """Samplers of three adapters, of different ranks and places, and of the bare model."""
+    engine = TorchEngine({"m": directory}, threads=1)
+    for index, (name, lora) in enumerate(ADAPTERS.items()):
+        engine.create(name, "m", lora)
+        weights = engine._adapters[name].state.weights
+        weights.add_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(index)), alpha=0.05)
+        engine.snapshot(name, name)
+    engine.load_sampler("bare", "m", None)
+    return engine
+
+
+@pytest.fixture
+def limits(crowd: TorchEngine) -> Iterator[Any]:
+    """Give the engine a sampler with other limits."""
+
+    def set_to(**options: Any) -> TorchEngine:
+        crowd._sampler = Sampler(Limits(**options))
+        return crowd
+
+    yield set_to
+    crowd._sampler = Sampler()
+
+
+def tokens_of(seed: int, length: int) -> list[int]:
+    random = np.random.default_rng(seed)
+    return [int(token) for token in random.integers(0, 700, length)]
+
+
+def ask(prompt: list[int], samples: int = 1, tokens: int = 20, **options: Any) -> SampleRequest:
+    scores = {name: options.pop(name) for name in list(options) if "logprobs" in name}
+    return SampleRequest(
+        prompt=ModelInput.from_ints(prompt),
+        num_samples=samples,
+        sampling_params=SamplingParams(max_tokens=tokens, **{"stop": [], **options}),
+        **scores,
+    )
+
+
+def finish(engine: TorchEngine) -> dict[str, SampleResponse]:
+    results = {}
+    while engine.sampling():
+        for done in engine.sample_step():
+            assert not isinstance(done.result, Exception), done.result
+            results[done.job] = done.result
+    return results
+
+
+def alone(engine: TorchEngine, sampler: str, request: SampleRequest, seed: int) -> SampleResponse:
+    engine.sample_start("alone", sampler, request, seed)
+    return finish(engine)["alone"]
+
+
+def same(one: SampleResponse, two: SampleResponse) -> None:
+    """To the bit."""
+    assert len(one.sequences) == len(two.sequences)
+    for first, second in zip(one.sequences, two.sequences, strict=True):
+        assert first.tokens == second.tokens
+        assert np.array_equal(first.logprobs_np, second.logprobs_np)  # type: ignore[arg-type]
+        assert first.stop_reason == second.stop_reason
+        assert first.topk_logprobs_np == second.topk_logprobs_np
+    for a, b in ((one.prompt_logprobs_np, two.prompt_logprobs_np),):
+        assert (a is None) == (b is None)
+        assert a is None or np.array_equal(a, b, equal_nan=True)  # type: ignore[arg-type]
+    assert one.topk_prompt_logprobs_np == two.topk_prompt_logprobs_np
+
+
+MIXED: list[tuple[str, SampleRequest, int]] = [
+    ("one", ask(tokens_of(1, 5), 3, 40), 1),
+    ("two", ask(tokens_of(2, 150), 2, 60, temperature=0.6, top_k=9), 2),
+    ("bare", ask(tokens_of(3, 64), 1, 130, temperature=0.0), 3),
+    ("three", ask(tokens_of(4, 300), 5, 30, top_p=0.8, topk_sample_logprobs=3), 4),
+    ("one", ask(tokens_of(5, 129), 1, 30, prompt_logprobs=True, topk_prompt_logprobs=2), 5),
+    ("three", ask([*tokens_of(4, 200), 1, 2, 3], 2, 25), 6),
+]
+
+
+@pytest.mark.covers("S36")
+@pytest.mark.parametrize("prefixes", [True, False], ids=["sharing", "not-sharing"])
+def test_neighbours_change_no_bit(prefixes: bool, limits: Any) -> None:
+    expected = []
+    for sampler, request, seed in MIXED:
+        expected.append(alone(limits(share_prefixes=False), sampler, request, seed))
+    engine = limits(share_prefixes=prefixes, prefill_tokens=100, max_rows=24)
+    random = np.random.default_rng(9)
+    neighbours = [(list(ADAPTERS)[int(random.integers(3))], int(random.integers(1, 400))) for _ in range(20)]
+    results: dict[str, Any] = {}
+    pending = [(f"job{i}", *MIXED[i]) for i in range(len(MIXED))]
+    pending += [(f"n{i}", s, ask(tokens_of(i, n), 1 + i % 3, 1 + i * 3), i) for i, (s, n) in enumerate(neighbours)]
+    order = random.permutation(len(pending))
+    for index in order:
+        engine.sample_start(*pending[index])
+        for _ in range(int(random.integers(4))):
+            results |= {done.job: done.result for done in engine.sample_step()}
+    results |= finish(engine)
+    assert len(results) == len(pending)
+    for index, response in enumerate(expected):
+        same(response, results[f"job{index}"])
+
+
+@pytest.mark.covers("S36")
+def test_fixed_shapes_give_the_same_tokens(limits: Any) -> None:
+    """The form for a GPU: equal tokens, log-probabilities within 1e-5."""
+    engine = limits()
+    for sampler, request, seed in MIXED:
+        engine.sample_start(f"{sampler}{seed}", sampler, request, seed)
+    expected = finish(engine)
+    engine = limits(static=True)
+    for sampler, request, seed in MIXED:
+        engine.sample_start(f"{sampler}{seed}", sampler, request, seed)
+    for name, result in finish(engine).items():
+        for one, two in zip(expected[name].sequences, result.sequences, strict=True):
+            assert one.tokens == two.tokens
+            np.testing.assert_allclose(one.logprobs_np, two.logprobs_np, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+
+
+@STATIC
+@pytest.mark.covers("S35")
+def test_logprobs_of_every_adapter_equal_the_trainers(static: bool, limits: Any) -> None:
+    engine = limits(static=static)
+    for name in ADAPTERS:
+        engine.sample_start(name, name, ask(tokens_of(8, 90), 2, 50, prompt_logprobs=True), 3)
+    for name, result in finish(engine).items():
+        for sequence in result.sequences:
+            tokens = tokens_of(8, 90) + sequence.tokens
+            datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
+            output = run_pass(engine, name, [datum], "cross_entropy", {}, backward=False)
+            theirs = output.loss_fn_outputs[0]["logprobs"].to_numpy()
+            ours = np.concatenate([result.prompt_logprobs_np[1:], sequence.logprobs_np])  # type: ignore[index]
+            assert np.abs(ours - theirs).max() <= 1e-4
+
+
+def passes_of(engine: TorchEngine) -> list[int]:
+    """How many tokens each step of prefill ran, from now on."""
+    runner = next(iter(engine._sampler._runners.values()))
+    sizes: list[int] = []
+    original = runner._prefill.hidden
+
+    def counted(pieces: Any) -> torch.Tensor:
+        sizes.append(sum(piece.stop - piece.start for piece in pieces))
+        return original(pieces)
+
+    runner._prefill.hidden = counted  # type: ignore[method-assign]
+    return sizes
+
+
+@STATIC
+def test_prefixes_are_run_once(static: bool, limits: Any) -> None:
+    engine = limits(static=static)
+    prompt = tokens_of(1, 200)
+    first = alone(engine, "one", ask(prompt, 2), 1)
+    sizes = passes_of(engine)
+    same(first, alone(engine, "one", ask(prompt, 2), 1))
+    assert sizes == [200 - 3 * BLOCK]
+    alone(engine, "one", ask(prompt[:130] + [5] * 30), 1)  # alike in two blocks
+    alone(engine, "two", ask(prompt), 1)  # other weights
+    scored = alone(engine, "one", ask(prompt, prompt_logprobs=True), 1)  # needs all positions
+    late = alone(engine, "one", ask(prompt, prompt_logprobs=True, prompt_logprobs_last_n=40), 1)
+    assert sizes[1:] == [160 - 2 * BLOCK, 200, 200, 200 - 2 * BLOCK]
+    assert scored.prompt_logprobs_np is not None
+    assert late.prompt_logprobs_np is not None
+    assert np.array_equal(scored.prompt_logprobs_np[-40:], late.prompt_logprobs_np[-40:])
+
+
+def test_jobs_of_one_step_share_their_prefix(limits: Any) -> None:
+    engine = limits()
+    alone(engine, "one", ask([1]), 1)
+    sizes = passes_of(engine)
+    for index in range(5):
+        engine.sample_start(f"job{index}", "one", ask(tokens_of(2, 150)), 7)
+    results = finish(engine)
+    assert sizes == [150 + 4 * (150 - 2 * BLOCK)]
+    for result in results.values():
+        same(results["job0"], result)
+    same(results["job0"], alone(limits(share_prefixes=False), "one", ask(tokens_of(2, 150)), 7))
+
+
+def test_long_prompts_do_not_stop_the_others(limits: Any) -> None:
+    engine = limits(prefill_tokens=64)
+    heard: list[Any] = []
+    engine.sample_start("short", "one", ask([1, 2, 3], tokens=30), 1, heard.append)
+    engine.sample_step()
+    engine.sample_start("long", "two", ask(tokens_of(3, 400)), 1)
+    engine.sample_start("next", "two", ask(tokens_of(4, 20)), 1)
+    sizes = passes_of(engine)
+    for step in range(7):
+        engine.sample_step()
+        assert len(heard) == 2 + step  # a token each step
+    assert sizes == [64, 64, 64, 64, 64, 64, 16 + 20]
+    assert len(finish(engine)) == 3
+
+
+@STATIC
+def test_what_does_not_fit_waits_or_is_put_back(static: bool, limits: Any) -> None:
+    """Eleven blocks: nobody fails, results are those of an engine with room, listeners hear of a token once."""
+    jobs = [("one", ask(tokens_of(1, 60), 6, 150), 1), ("two", ask(tokens_of(2, 130), 2, 100), 2)]
+    jobs += [("three", ask(tokens_of(3, 30), 4, 70), 3), ("bare", ask(tokens_of(4, 200), 1, 90), 4)]
+    roomy = limits(static=static)
+    expected = [alone(roomy, *job) for job in jobs]
+    engine = limits(static=static, cache_bytes=11 * block_bytes(roomy._bases["m"].model))
+    heard: dict[str, list[Any]] = {}
+    for index, job in enumerate(jobs):
+        heard[f"job{index}"] = []
+        engine.sample_start(f"job{index}", *job, heard[f"job{index}"].extend)
+    runner = next(iter(engine._sampler._runners.values()))
+    returned = []
+    for name in ("_put_back", "_unseat"):
+        original = getattr(runner, name)
+
+        def counted(*args: Any, original: Any = original, name: str = name, **options: Any) -> None:
+            if options.get("again", True):
+                returned.append(name)
+            original(*args, **options)
+
+        setattr(runner, name, counted)
+    results = finish(engine)
+    assert "_unseat" in returned
+    for index, response in enumerate(expected):
+        got = results[f"job{index}"]
+        for one, two in zip(response.sequences, got.sequences, strict=True):
+            assert one.tokens == two.tokens
+            np.testing.assert_allclose(one.logprobs_np, two.logprobs_np, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+            assert [
+                drawn.token for drawn in heard[f"job{index}"] if drawn.index == got.sequences.index(two)
+            ] == two.tokens
+        if not static:
+            same(response, got)
+    assert runner._blocks.free == 11
+
+
+def test_a_job_that_can_never_fit_is_refused(limits: Any) -> None:
+    engine = limits(cache_bytes=3 * block_bytes(limits()._bases["m"].model))
+    with pytest.raises(EngineError, match=r"a prompt of 100 tokens and 100 more need 5 blocks of 64 .* has 3"):
+        engine.sample_start("job", "one", ask(tokens_of(1, 100), tokens=100), 1)
+    assert not engine.sampling()
+    assert alone(engine, "one", ask(tokens_of(1, 60), tokens=60), 1).sequences[0].tokens
+
+
+def test_broken_weights_fail_alone(crowd: TorchEngine, limits: Any) -> None:
+    expected = alone(limits(), "one", ask(tokens_of(1, 70), 2, 40), 1)
+    engine = limits(cache_bytes=8 * block_bytes(crowd._bases["m"].model))
+    crowd.create("broken", "m", LoraConfig(rank=2))
+    crowd._adapters["broken"].state.weights.fill_(float("nan"))
+    crowd.snapshot("broken", "broken")
+    crowd.drop("broken")
+    results: dict[str, Any] = {}
+    for round_ in range(3):
+        engine.sample_start(f"fine{round_}", "one", ask(tokens_of(1, 70), 2, 40), 1)
+        engine.sample_start(f"broken{round_}", "broken", ask(tokens_of(1, 90), 1, 40), 1)
+        for _ in range(2):
+            results |= {done.job: done.result for done in engine.sample_step()}
+    while engine.sampling():
+        results |= {done.job: done.result for done in engine.sample_step()}
+    for round_ in range(3):
+        assert "not finite" in str(results[f"broken{round_}"])
+        same(expected, results[f"fine{round_}"])
+
+
+def test_a_pass_that_fails_takes_only_its_jobs(limits: Any) -> None:
+    engine = limits()
+    expected = alone(engine, "one", ask(tokens_of(1, 150), 1, 40), 1)
+    engine = limits()
+    engine.sample_start("early", "one", ask(tokens_of(1, 20), 1, 40), 1)
+    engine.sample_step()
+    runner = next(iter(engine._sampler._runners.values()))
+    original = runner._prefill.hidden
+
+    def fail(pieces: Any) -> torch.Tensor:
+        raise MemoryError("no room on the device")
+
+    runner._prefill.hidden = fail
+    engine.sample_start("lost", "one", ask(tokens_of(1, 150), 1, 40), 1)
+    (done,) = engine.sample_step()
+    assert done.job == "lost"
+    assert isinstance(done.result, MemoryError)
+    runner._prefill.hidden = original
+    engine.sample_start("again", "one", ask(tokens_of(1, 150), 1, 40), 1)  # finds nothing of what was not computed
+    results = finish(engine)
+    assert results.keys() == {"early", "again"}
+    same(expected, results["again"])
+
+
+def test_many_samples_take_turns(limits: Any) -> None:
+    whole = alone(limits(), "one", ask([4, 5, 6], 40, 12), 1)
+    same(whole, alone(limits(max_rows=3), "one", ask([4, 5, 6], 40, 12), 1))
+
+
+def test_blocks_are_given_up_oldest_first() -> None:
+    blocks = Blocks(4)
+    keys = prompt_keys(1, np.arange(3 * BLOCK))
+    assert len(set(keys)) == 3
+    assert prompt_keys(2, np.arange(3 * BLOCK))[0] != keys[0]
+    assert prompt_keys(1, np.arange(2 * BLOCK + 5)) == keys[:2]
+    taken = blocks.take(3)
+    for block, key in zip(taken, keys, strict=True):
+        blocks.publish(block, key)
+    blocks.release(taken)
+    assert blocks.free == 4
+    assert blocks.find(keys) == taken
+    assert blocks.free == 1
+    blocks.release(taken)
+    mine = blocks.take(2)  # the unused one, and the end of the prompt
+    assert taken[2] in mine
+    assert blocks.find(keys) == taken[:2]
+    blocks.release(taken[:2])
+    blocks.withdraw(taken[:1])
+    assert blocks.find(keys) == []
+    assert blocks.free == 2
+
+
+@pytest.mark.parametrize("size", [256, 257, 700, 1024])
+def test_wide_vocabularies_are_drawn_by_spans(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(1, size, generator=torch.Generator().manual_seed(size)) * 3
+    rows = logits.expand(3000, -1)
+    numbers = uniforms(5, np.arange(3000), 0)
+    tokens, logprobs = choose(rows, numbers, [SamplingParams()] * 3000)
+    cumulated = logprobs[0].double().exp().cumsum(0)
+    expected = torch.searchsorted(cumulated, torch.from_numpy(numbers) * cumulated[-1], right=True)
+    assert (tokens != expected).float().mean() < 0.002  # rounding at a border
+    monkeypatch.setattr(choices, "SPAN", 1 << 20)
+    direct, _ = choose(rows, numbers, [SamplingParams()] * 3000)
+    assert (tokens != direct).float().mean() < 0.002
+
+
+def test_rows_with_different_settings_are_chosen_together(sample: Sample) -> None:
+    logits = torch.randn(6, 700, generator=torch.Generator().manual_seed(0)) * 4
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.3, top_k=3),
+        SamplingParams(top_p=0.5),
+        SamplingParams(temperature=1e-20),
+        SamplingParams(temperature=2.0, top_k=3, top_p=0.9),
+    ]
+    numbers = uniforms([1, 2, 3, 4, 5, 6], np.arange(6), np.arange(6))
+    tokens, logprobs = choose(logits, numbers, params)
+    for row in range(6):
+        token, logprob = choose(logits[row : row + 1], numbers[row : row + 1], params[row : row + 1])
+        assert token == tokens[row]
+        assert torch.equal(logprob[0], logprobs[row])
