@@ -190,6 +190,8 @@ async def retrieve(
     transport is patient. At the end of that time the last fault is raised, if there was one, else APITimeoutError.
     """
     poll = _Poll(transport, op, request_id, submitted, notice)
+    if timeout is None:
+        return await poll.run(metadata_only)
     try:
         async with asyncio.timeout(timeout) as limit:
             return await poll.run(metadata_only)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -228,15 +229,16 @@ class Session:
         facts = {name: value for name in named if (value := getattr(request, name, None)) is not None}
         started = time.monotonic()
 
-        async def post(older: bool, patience: float | None = patience) -> Reply:
-            spoken, body = await _written(op, request, older, self.client_config.proto_compress_fwdbwd)
-            return await self.transport.request(
-                spoken, body, headers=headers, patience=patience, final=final, metadata=facts
-            )
-
-        is_trial = self.transport.is_older is None and dialects.shows_dialect(op, request)
-        reply = await (self._try_both(post) if is_trial else post(self.transport.is_older or False))
+        options = {"headers": headers, "patience": patience, "final": final, "metadata": facts}
+        if self.transport.is_older is None and dialects.shows_dialect(op, request):
+            reply = await self._try_both(functools.partial(self._post, op, request, options))
+        else:
+            reply = await self._post(op, request, options, self.transport.is_older or False)
         return dialects.read_receipt(self.transport, op, reply, started)
+
+    async def _post(self, op: Operation, request: Any, options: dict[str, Any], older: bool, **other: Any) -> Reply:
+        spoken, body = await _written(op, request, older, self.client_config.proto_compress_fwdbwd)
+        return await self.transport.request(spoken, body, **(options | other))
 
     async def _try_both(self, post: Callable[..., Coroutine[Any, Any, Reply]]) -> Reply:
         """The first passes a server gets show which form it reads; the older is tried when it refuses all of these."""
@@ -255,7 +257,7 @@ class Session:
             if self.transport.is_older:
                 return await post(True)
             try:
-                reply = await post(True, 0.0)
+                reply = await post(True, patience=0.0)
             except TinkerError:
                 raise refused from None
             self.transport.is_older = True

@@ -18,7 +18,7 @@ import traceback
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -53,6 +53,7 @@ from tinkex.types.sessions import Empty
 
 if TYPE_CHECKING:
     import aiohttp
+    from aiohttp.client import _RequestContextManager
 
 logger = logging.getLogger("tinkex")
 
@@ -179,7 +180,7 @@ class HttpExchange:
         traffic: Traffic,
         *,
         streaming: bool = False,
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    ) -> _RequestContextManager:
         """A request over HTTP/1.1; a whole address may stand in for the path."""
         import aiohttp
         from yarl import URL
@@ -188,8 +189,11 @@ class HttpExchange:
         limits = self._timeouts.get((timeout, large))
         if limits is None:
             # Passes and results may be large: only silence ends those, not a slow line or a wait for a connection.
+            # For the others, one timer for the whole request says all.
             limits = self._timeouts[timeout, large] = aiohttp.ClientTimeout(
-                total=None if large else timeout, sock_connect=min(CONNECT_SECONDS, timeout), sock_read=timeout
+                total=None if large else timeout,
+                sock_connect=min(CONNECT_SECONDS, timeout),
+                sock_read=timeout if large else None,
             )
         address = self._base_url + path if path.startswith("/") else path
         if self._proxy_headers and address.startswith("http:"):  # aiohttp gives them to tunnels alone
@@ -234,14 +238,16 @@ class HttpExchange:
         traffic: Traffic = "rest",
     ) -> Reply:
         """Send over HTTP/1.1 and read the whole answer."""
-        small = body is None or len(body) < LARGE_BODY
-        with _plain_errors(timeout):
-            async with (self._begin if small else self._request)(
-                method, path, headers, body, timeout, traffic
-            ) as response:
-                data = await response.read()
-                return Reply(response.status, _lower(response.headers), data)
-        raise AssertionError("unreachable")
+        try:
+            if body is None or len(body) < LARGE_BODY:  # read to its end, or failing, an answer lets its connection go
+                response = await self._begin(method, path, headers, body, timeout, traffic)
+                return Reply(response.status, _lower(response.headers), await response.read())
+            async with self._request(method, path, headers, body, timeout, traffic) as response:
+                return Reply(response.status, _lower(response.headers), await response.read())
+        except Exception as error:
+            if (plain := _plain_error(error, timeout)) is None:
+                raise
+            raise plain from error
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -318,31 +324,30 @@ def _lower(headers: Mapping[str, str]) -> dict[str, str]:
     return {name.lower(): value for name, value in headers.items()}
 
 
-class _plain_errors:
-    """What the HTTP library raises, as the two errors that an exchange may raise."""
+def _plain_error(error: Exception, timeout: float) -> Exception | None:
+    """What the HTTP library raises, as one of the two errors that an exchange may raise; None for anything else."""
+    import aiohttp
 
-    __slots__ = ("_timeout",)
+    if isinstance(error, TimeoutError):
+        return TimeoutError(
+            "no connection in time" if "connect" in str(error).lower() else f"no answer within {timeout:g} s"
+        )
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return ConnectionError(error.os_error.strerror or str(error.os_error))
+    if isinstance(error, aiohttp.ClientError | OSError):
+        return ConnectionError(str(error) or type(error).__name__)
+    return None
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._translate(error)
-
-    def _translate(self, error: BaseException) -> None:
-        import aiohttp
-
-        if isinstance(error, TimeoutError):
-            silent = f"no answer within {self._timeout:g} s"
-            raise TimeoutError("no connection in time" if "connect" in str(error).lower() else silent) from error
-        if isinstance(error, aiohttp.ClientConnectorError):
-            raise ConnectionError(error.os_error.strerror or str(error.os_error)) from error
-        if isinstance(error, aiohttp.ClientError | OSError):
-            raise ConnectionError(str(error) or type(error).__name__) from error
+@contextlib.contextmanager
+def _plain_errors(timeout: float) -> Iterator[None]:
+    """Around the parts of a stream: errors as an exchange may raise them."""
+    try:
+        yield
+    except Exception as error:
+        if (plain := _plain_error(error, timeout)) is None:
+            raise
+        raise plain from error
 
 
 # A base URL whose scheme is listed here is served by the named factory instead of HTTP; imported when used.
@@ -499,27 +504,18 @@ class Transport:
         if without:
             merged = {name: value for name, value in merged.items() if name.lower() not in without}
         url = url or target(op, path, {**self.config.default_query, **(query or {})})
-        data, retries = body.data if body else None, 0
-
-        async def attempt(number: int) -> Reply:
-            nonlocal retries
-            retries = number
-            numbered = merged | {"X-Stainless-Retry-Count": str(number)}
-            sending = functools.partial(self.send, op, url, numbered, data, limit, follow)
-            return await (self.breakers.get(f"{op.method} {op.path}").call(sending) if self.breakers else sending())
-
+        sending = _Sending(self, op, url, merged, body.data if body else None, limit, follow)
         started = time.monotonic()
         with self._observed(op, metadata, url) as outcome:
             reply = await self.persist(
-                op,
-                attempt,
+                sending,
                 self.config.patience if patience is None else patience,
                 final,
                 self.config.max_retries if max_retries is None else max_retries,
             )
-            outcome["retry_count"] = retries
+            outcome["retry_count"] = sending.retries
         self._heed_deprecation(op, reply.headers)
-        return Reply(reply.status, reply.headers, reply.body, reply.url, time.monotonic() - started, retries)
+        return Reply(reply.status, reply.headers, reply.body, reply.url, time.monotonic() - started, sending.retries)
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -651,8 +647,12 @@ class Transport:
         if exchange is self._exchange:
             headers = self._traced(headers)
         started = time.monotonic()
-        with self._typed_errors(op, place, address):
+        try:
             reply = await exchange.send(op.method, url, headers, body, timeout, op.traffic)
+        except (TimeoutError, ConnectionError) as error:
+            if isinstance(error, TinkerError):
+                raise
+            raise self._typed_error(op, place, address, error) from error
         return Reply(reply.status, reply.headers, reply.body, address, time.monotonic() - started)
 
     def _dump(self, op: Operation, address: str, headers: Mapping[str, str], body: bytes | None) -> None:
@@ -679,30 +679,37 @@ class Transport:
         if self._closed:
             raise TinkerError(f"{op.name}: the client was closed before there was an answer")
 
-    @contextlib.contextmanager
-    def _typed_errors(self, op: Operation, place: str, address: str) -> Iterator[None]:
-        try:
-            yield
-        except TinkerError:
-            raise
-        except TimeoutError as error:
-            raise APITimeoutError(f"{op.name} at {place}: {error}", request=self._sent(op, address)) from error
-        except ConnectionError as error:
-            raise APIConnectionError(
-                self._scrubber.text(f"{op.name}: cannot reach {place}: {error}"),
-                request=self._sent(op, address),
-                hint="check the base URL, and that the server is running",
-            ) from error
+    def _typed_error(self, op: Operation, place: str, address: str, error: Exception) -> APIConnectionError:
+        """The error behind an answer that did not come."""
+        if isinstance(error, TimeoutError):
+            return APITimeoutError(f"{op.name} at {place}: {error}", request=self._sent(op, address))
+        return APIConnectionError(
+            self._scrubber.text(f"{op.name}: cannot reach {place}: {error}"),
+            request=self._sent(op, address),
+            hint="check the base URL, and that the server is running",
+        )
 
     @contextlib.contextmanager
+    def _typed_errors(self, op: Operation, place: str, address: str) -> Iterator[None]:
+        """Around the parts of a stream: errors as `exchange` raises them."""
+        try:
+            yield
+        except (TimeoutError, ConnectionError) as error:
+            if isinstance(error, TinkerError):
+                raise
+            raise self._typed_error(op, place, address, error) from error
+
     def _observed(
         self, op: Operation, metadata: Mapping[str, Any] | None, url: str | None = None
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Around a request: whoever listens is told of it, and how it went; the block may say so in the outcome."""
+        return self._announced(op, metadata, url) if events.is_heard() else contextlib.nullcontext({})
+
+    @contextlib.contextmanager
+    def _announced(
+        self, op: Operation, metadata: Mapping[str, Any] | None, url: str | None
     ) -> Iterator[dict[str, Any]]:
-        """Tell whoever listens that a request is made, and how it went; the block may say so in the outcome."""
         outcome: dict[str, Any] = {}
-        if not events.is_heard():
-            yield outcome
-            return
         facts = {
             "method": op.method,
             "path": f"{PREFIX}/{op.path}" if op.name in BY_NAME or not url else url.partition("?")[0],
@@ -740,12 +747,7 @@ class Transport:
         return self._outside
 
     async def persist(
-        self,
-        op: Operation,
-        attempt: Callable[[int], Awaitable[Reply]],
-        patience: float,
-        final: Container[int] = (),
-        max_retries: int | None = None,
+        self, sending: _Sending, patience: float, final: Container[int] = (), max_retries: int | None = None
     ) -> Reply:
         """The retry policy: exponential with jitter, the server's Retry-After honoured, bounded by time.
 
@@ -755,7 +757,7 @@ class Transport:
         started, number = time.monotonic(), 0
         while True:
             try:
-                reply = await attempt(number)
+                reply = await sending.attempt(number)
                 if not _should_retry(reply.headers):
                     return reply
                 number += 1
@@ -844,6 +846,36 @@ class Transport:
         headers = {name: self._scrubber.known(value) for name, value in reply.headers.items()}
         content = self._without_secrets(reply.body[:KEPT_BYTES])
         return Response(reply.status, headers, content, self._sent(op, reply.url or self._home), reply.elapsed)
+
+
+class _Sending:
+    """A request that is sent until there is an answer."""
+
+    __slots__ = ("body", "follow", "headers", "op", "retries", "timeout", "transport", "url")
+
+    def __init__(
+        self,
+        transport: Transport,
+        op: Operation,
+        url: str,
+        headers: dict[str, str],
+        body: bytes | None,
+        timeout: float,
+        follow: bool,
+    ) -> None:
+        self.transport, self.op, self.url, self.headers = transport, op, url, headers
+        self.body, self.timeout, self.follow = body, timeout, follow
+        self.retries = 0
+
+    def attempt(self, number: int) -> Awaitable[Reply]:
+        """Send it once more, under its own number; through the operation's breaker, where there are any."""
+        self.retries = number
+        self.headers["X-Stainless-Retry-Count"] = str(number)
+        breakers = self.transport.breakers
+        return self._once() if breakers is None else breakers.get(f"{self.op.method} {self.op.path}").call(self._once)
+
+    def _once(self) -> Awaitable[Reply]:
+        return self.transport.send(self.op, self.url, self.headers, self.body, self.timeout, self.follow)
 
 
 class RejectedError(APIConnectionError):
