@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import hashlib
 import logging
 import math
@@ -31,7 +32,7 @@ from tinkex.errors import (
     is_retryable,
 )
 from tinkex.protocol import RETRIEVE_FUTURE, Operation
-from tinkex.runtime import Runtime, runtime
+from tinkex.runtime import Inbox, Runtime, inbox_of, runtime
 from tinkex.transport import (
     CONFLICT_PATIENCE,
     LONGEST_RETRY_AFTER,
@@ -113,12 +114,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
     async def _wait(self) -> T:
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
-
-        def wake(_: object) -> None:
-            if not woken.done():
-                woken.set_result(None)
-
-        self.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(wake, None))
+        self.add_done_callback(functools.partial(_wake, loop, inbox_of(loop), woken))
         await woken
         return super().result(0)
 
@@ -130,6 +126,17 @@ class Future(concurrent.futures.Future[T], Generic[T]):
     def future(self) -> concurrent.futures.Future[T]:
         """This future, as the plain concurrent one that it is."""
         return self
+
+
+def _wake(loop: asyncio.AbstractEventLoop, inbox: Inbox, woken: asyncio.Future[None], _: object) -> None:
+    """Let whoever awaits a future in a loop of theirs look at it; the loop may be gone by now."""
+    if not loop.is_closed():
+        inbox.put(loop, _set, woken)
+
+
+def _set(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)
 
 
 def _copy_outcome(source: concurrent.futures.Future[T], target: Future[T]) -> None:

@@ -80,6 +80,7 @@ class Session:
         self._display_name = display_name
         self._lock = threading.Lock()
         self._opening: Future[None] | None = None
+        self._is_open = False
         self._gate: DispatchGate | None = None
         self._cancels: asyncio.Semaphore | None = None
         self.telemetry: Reporter | None = None
@@ -105,7 +106,8 @@ class Session:
         return start(self._call(function, args))
 
     async def _call(self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> T:
-        await self.opened()
+        if not self._is_open:
+            await self.opened()
         try:
             return await function(*args)
         except Exception as error:
@@ -133,8 +135,7 @@ class Session:
 
     async def opened(self) -> None:
         """Open the session if it is not open yet; a failed attempt is made anew by the next call."""
-        opening = self._opening
-        if opening is not None and opening.done() and opening.exception() is None:
+        if self._is_open:
             return
         with self._lock:
             if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
@@ -149,6 +150,7 @@ class Session:
             self._report()
         runtime().task(_heartbeat(weakref.ref(self), self.session_id))
         runtime().task(_keep_informed(weakref.ref(self)))
+        self._is_open = True
 
     def _report(self) -> None:
         send, wanted = telemetry.sender(self.transport), telemetry.goes_by_itself(self.config)

@@ -182,12 +182,13 @@ class HttpExchange:
         streaming: bool = False,
     ) -> _RequestContextManager:
         """A request over HTTP/1.1; a whole address may stand in for the path."""
-        import aiohttp
         from yarl import URL
 
         large = streaming or traffic in ("poll", "train")
         limits = self._timeouts.get((timeout, large))
         if limits is None:
+            import aiohttp
+
             # Passes and results may be large: only silence ends those, not a slow line or a wait for a connection.
             # For the others, one timer for the whole request says all.
             limits = self._timeouts[timeout, large] = aiohttp.ClientTimeout(
@@ -943,8 +944,12 @@ def _should_retry(headers: Mapping[str, str]) -> bool | None:
 
 def target(op: Operation, path: Mapping[str, str] | None = None, query: Mapping[str, object] | None = None) -> str:
     """The path and query of a request; what is None is left out of the query."""
-    url = PREFIX + "/" + op.path.format_map({k: quote(v, safe=":") for k, v in (path or {}).items()})
-    pairs = [(name, str(value)) for name, value in (query or {}).items() if value is not None]
+    url = f"{PREFIX}/{op.path}"
+    if path or "{" in url:
+        url = url.format_map({name: quote(value, safe=":") for name, value in (path or {}).items()})
+    if not query:
+        return url
+    pairs = [(name, str(value)) for name, value in query.items() if value is not None]
     return f"{url}?{urlencode(pairs, quote_via=quote, safe='')}" if pairs else url
 
 

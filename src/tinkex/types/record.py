@@ -323,6 +323,8 @@ def settle(record: Record, name: str, value: Any) -> None:
 
 def number(value: Any, name: str) -> float:
     """A real number of any kind as a float; `ValueError` names the field otherwise."""
+    if type(value) is float:
+        return value
     if isinstance(value, str | bytes | bool) or not hasattr(value, "__float__"):
         raise ValueError(f"{name} must be a number, got {type(value).__name__}")
     return float(value)
@@ -330,6 +332,8 @@ def number(value: Any, name: str) -> float:
 
 def whole(value: Any, name: str) -> int:
     """An integer of any kind as an int; `ValueError` names the field otherwise."""
+    if type(value) is int:
+        return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{name} must be an integer, got {type(value).__name__}")
     return int(value)
