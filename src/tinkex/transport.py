@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import io
 import logging
 import os
 import platform
@@ -46,6 +45,7 @@ from tinkex.errors import (
 )
 from tinkex.exchanges import redact_headers, redact_url, wait_asked
 from tinkex.limits import BillingPause, BreakerRegistry, ByteBudget
+from tinkex.protobuf import Pieces
 from tinkex.protocol import AUTH_TOKEN, BY_NAME, CLIENT_CONFIG, PREFIX, PROTOCOL_VERSION, Operation, Traffic
 from tinkex.redaction import MOST_TRACEBACK, Scrubber, secrets_of
 from tinkex.types.account import AuthTokenResponse
@@ -65,6 +65,7 @@ RESPONSE_BYTES = 52_428_800
 CONNECT_SECONDS = 5.0
 LARGE_BODY = 1 << 16
 """Bodies from this size on are written piece by piece, so that the loop gets to other things in between."""
+PIECE_BYTES = 1 << 16
 LONGEST_RETRY_AFTER = 60.0
 REJECTED_ATTEMPTS = 16
 """How often a request is sent again that a proxy on the way rejected with a 400 that says nothing."""
@@ -175,7 +176,7 @@ class HttpExchange:
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: bytes | _Upload | None,
+        body: bytes | AsyncIterator[bytes] | None,
         timeout: float,
         traffic: Traffic,
         *,
@@ -216,7 +217,7 @@ class HttpExchange:
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: bytes | None,
+        body: bytes | Pieces | None,
         timeout: float,
         traffic: Traffic,
         *,
@@ -224,7 +225,11 @@ class HttpExchange:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The same for any body: a large one is written piece by piece, and a peer that stops taking it is noticed."""
         async with asyncio.timeout(None) as deadline:
-            data = body if body is None or len(body) < LARGE_BODY else _Upload(body, deadline, timeout)
+            data: bytes | AsyncIterator[bytes] | None
+            if body is None or len(body) < LARGE_BODY:
+                data = None if body is None else bytes(body)
+            else:
+                data, headers = _upload(body, deadline, timeout), {**headers, "Content-Length": str(len(body))}
             async with self._begin(method, path, headers, data, timeout, traffic, streaming=streaming) as response:
                 deadline.reschedule(None)  # from here on the HTTP library listens for silence
                 yield response
@@ -234,14 +239,15 @@ class HttpExchange:
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: bytes | None,
+        body: bytes | Pieces | None,
         timeout: float,
         traffic: Traffic = "rest",
     ) -> Reply:
         """Send over HTTP/1.1 and read the whole answer."""
         try:
             if body is None or len(body) < LARGE_BODY:  # read to its end, or failing, an answer lets its connection go
-                response = await self._begin(method, path, headers, body, timeout, traffic)
+                data = None if body is None else bytes(body)
+                response = await self._begin(method, path, headers, data, timeout, traffic)
                 return Reply(response.status, _lower(response.headers), await response.read())
             async with self._request(method, path, headers, body, timeout, traffic) as response:
                 return Reply(response.status, _lower(response.headers), await response.read())
@@ -304,21 +310,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown_all)
 
 
-class _Upload(io.BytesIO):
-    """A large body, read piece by piece while it is written; a peer that stops taking it is noticed.
+async def _upload(body: bytes | Pieces, deadline: asyncio.Timeout, seconds: float) -> AsyncIterator[bytes]:
+    """A large body, piece by piece while it is written; a peer that stops taking it is noticed.
 
     The HTTP library listens for silence only once all is written. After the last piece it has as much time again.
     """
-
-    def __init__(self, body: bytes, deadline: asyncio.Timeout, seconds: float) -> None:
-        super().__init__(body)
-        self._size, self._deadline, self._seconds = len(body), deadline, seconds
-
-    def read(self, size: int | None = -1) -> bytes:
-        piece = super().read(size)
-        pieces = 1 if self.tell() < self._size else 2
-        self._deadline.reschedule(asyncio.get_running_loop().time() + pieces * self._seconds)
-        return piece
+    loop, left = asyncio.get_running_loop(), len(body)
+    for piece in (Pieces([body]) if isinstance(body, bytes) else body).cut(PIECE_BYTES):
+        left -= len(piece)
+        deadline.reschedule(loop.time() + (seconds if left else 2 * seconds))
+        yield piece
+        await asyncio.sleep(0)
 
 
 def _lower(headers: Mapping[str, str]) -> dict[str, str]:
@@ -505,7 +507,7 @@ class Transport:
         if without:
             merged = {name: value for name, value in merged.items() if name.lower() not in without}
         url = url or target(op, path, {**self.config.default_query, **(query or {})})
-        sending = _Sending(self, op, url, merged, body.data if body else None, limit, follow)
+        sending = _Sending(self, op, url, merged, body.source if body else None, limit, follow)
         started = time.monotonic()
         with self._observed(op, metadata, url) as outcome:
             reply = await self.persist(
@@ -596,7 +598,7 @@ class Transport:
         op: Operation,
         url: str,
         headers: Mapping[str, str],
-        body: bytes | None,
+        body: bytes | Pieces | None,
         timeout: float,
         follow: bool = True,
     ) -> Reply:
@@ -633,7 +635,7 @@ class Transport:
         return reply, place
 
     async def exchange(
-        self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+        self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | Pieces | None, timeout: float
     ) -> Reply:
         """One attempt: whatever reply comes, or APIConnectionError when none does."""
         self._check_usable(op)
@@ -649,14 +651,18 @@ class Transport:
             headers = self._traced(headers)
         started = time.monotonic()
         try:
-            reply = await exchange.send(op.method, url, headers, body, timeout, op.traffic)
+            if isinstance(exchange, HttpExchange):
+                reply = await exchange.send(op.method, url, headers, body, timeout, op.traffic)
+            else:
+                data = None if body is None else bytes(body)
+                reply = await exchange.send(op.method, url, headers, data, timeout, op.traffic)
         except (TimeoutError, ConnectionError) as error:
             if isinstance(error, TinkerError):
                 raise
             raise self._typed_error(op, place, address, error) from error
         return Reply(reply.status, reply.headers, reply.body, address, time.monotonic() - started)
 
-    def _dump(self, op: Operation, address: str, headers: Mapping[str, str], body: bytes | None) -> None:
+    def _dump(self, op: Operation, address: str, headers: Mapping[str, str], body: bytes | Pieces | None) -> None:
         """Log an attempt, where that is wanted."""
         if self.config.dump_headers:
             shown = {name: self._scrubber.text(value) for name, value in redact_headers(headers).items()}
@@ -860,7 +866,7 @@ class _Sending:
         op: Operation,
         url: str,
         headers: dict[str, str],
-        body: bytes | None,
+        body: bytes | Pieces | None,
         timeout: float,
         follow: bool,
     ) -> None:
