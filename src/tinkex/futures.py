@@ -225,6 +225,8 @@ class _Poll:
         self.iteration = self.failures = self.early = self.malformed = 0
         self.failing_since = 0.0
         self.last_failure: Exception | None = None
+        self.asked: tuple[bool, codec.Body] | None = None
+        """Whether the poll that was made last allows an announcement, and its body: most are repeated as they are."""
 
     async def run(self, metadata_only: bool) -> Any:
         """Poll on; a result whose size was announced is fetched under the budget for large results."""
@@ -247,8 +249,7 @@ class _Poll:
         """One poll, and the wait after it where one is due."""
         sent = time.monotonic()
         try:
-            request = FutureRetrieveRequest(request_id=self.request_id, allow_metadata_only=metadata_only)
-            answer, delay = await self._ask(request, sent)
+            answer, delay = await self._ask(metadata_only, sent)
         except BillingError as error:
             error.request_id = self.request_id
             if not await self.transport.billing.waited(error):
@@ -332,9 +333,12 @@ class _Poll:
             }
             events.emit(name, {"elapsed_time": (time.monotonic() - self.started) * 1000}, named)
 
-    async def _ask(self, request: FutureRetrieveRequest, sent: float) -> tuple[Any, float | None]:
+    async def _ask(self, metadata_only: bool, sent: float) -> tuple[Any, float | None]:
         """One poll: a result, an announcement or PENDING, with the seconds that the server asks to wait, if it does."""
         op = self.op
+        if self.asked is None or self.asked[0] is not metadata_only:
+            request = FutureRetrieveRequest(request_id=self.request_id, allow_metadata_only=metadata_only)
+            self.asked = metadata_only, codec.encode(request)
         wants_protobuf = op.result is not None and codec.has_protobuf(op.result)
         headers = {
             "Accept": codec.PROTOBUF if wants_protobuf else codec.JSON,
@@ -345,7 +349,7 @@ class _Poll:
         if self.iteration == 0:
             headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{sent - self.submitted:.6f}"
         self.iteration += 1
-        reply = await self.transport.poll(RETRIEVE_FUTURE, request, headers, POLL_TIMEOUT)
+        reply = await self.transport.poll(RETRIEVE_FUTURE, self.asked[1], headers, POLL_TIMEOUT)
         if reply.status == 408:
             delay = self._heed(_mapping(reply.body))
             chosen = self.transport.config.poll_backoff

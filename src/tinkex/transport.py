@@ -566,8 +566,11 @@ class Transport:
                 await close()
 
     async def poll(self, op: Operation, request: Any, headers: Mapping[str, str], timeout: float) -> Reply:
-        """One attempt at a long poll, with all statuses returned: the caller knows what they mean."""
-        body = codec.encode(request)
+        """One attempt at a long poll, with all statuses returned: the caller knows what they mean.
+
+        A request that is sent again and again may come as the body that was made of it.
+        """
+        body = request if isinstance(request, codec.Body) else codec.encode(request)
         merged = await self._all_headers(op, timeout, body.headers, headers)
         with self._observed(op, None) as outcome:
             reply = await self.exchange(op, target(op, None, self.config.default_query), merged, body.data, timeout)
