@@ -65,7 +65,7 @@ RESPONSE_BYTES = 52_428_800
 CONNECT_SECONDS = 5.0
 LARGE_BODY = 1 << 16
 """Bodies from this size on are written piece by piece, so that the loop gets to other things in between."""
-PIECE_BYTES = 1 << 16
+PIECE_BYTES = 1 << 18
 LONGEST_RETRY_AFTER = 60.0
 REJECTED_ATTEMPTS = 16
 """How often a request is sent again that a proxy on the way rejected with a 400 that says nothing."""
