@@ -655,7 +655,12 @@ def test_what_is_put_into_an_inbox_together_wakes_the_loop_once_and_runs_in_orde
     ran: list[int] = []
     wakes: list[object] = []
     wake = loop.call_soon_threadsafe
-    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: (wakes.append(args), wake(*args)))
+
+    def counted(callback: Any, *args: Any) -> object:
+        wakes.append(callback)
+        return wake(callback, *args)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
     for number in range(100):
         inbox.put(loop, ran.append, number)
     inbox.put(loop, lambda: 1 / 0)
