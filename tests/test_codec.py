@@ -765,3 +765,13 @@ def test_only_bulk_messages_have_a_protobuf_form() -> None:
 def test_dimuon_parameters_have_the_wire_form() -> None:
     dumped = types.DimuonParams(learning_rate=0.01).model_dump()
     assert dumped == {"type": "dimuon", "learning_rate": 0.01, "grad_clip_norm": 0.0, "beta1": 0.9}
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 64])
+def test_a_body_in_pieces_is_the_same_bytes_however_it_is_cut(size: int) -> None:
+    buffers = [b"ab", np.arange(50, dtype=np.uint8), b"", b"c" * 20, np.arange(3, dtype=np.uint8)]
+    pieces = protobuf.Pieces(buffers)
+    cut = list(pieces.cut(size))
+    assert b"".join(cut) == bytes(pieces)
+    assert len(pieces) == len(bytes(pieces)) == 75
+    assert all(size <= len(piece) < 2 * size for piece in cut[:-1])

@@ -20,6 +20,7 @@ from faulty import Answer, FaultyServer, faulty_server
 from tinkex import codec, futures, protocol, types
 from tinkex.config import Config
 from tinkex.futures import Future, combine, retrieve, start
+from tinkex.runtime import Inbox
 from tinkex.transport import Transport, backoff
 
 # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -645,3 +646,31 @@ def test_futures_of_a_closed_client_end(faulty: FaultyServer) -> None:
 
 def test_futures_are_typed() -> None:
     assert issubclass(Future, concurrent.futures.Future)
+
+
+def test_what_is_put_into_an_inbox_together_wakes_the_loop_once_and_runs_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, inbox = asyncio.new_event_loop(), Inbox()
+    ran: list[int] = []
+    wakes: list[object] = []
+    wake = loop.call_soon_threadsafe
+
+    def counted(callback: Any, *args: Any) -> object:
+        wakes.append(callback)
+        return wake(callback, *args)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    for number in range(100):
+        inbox.put(loop, ran.append, number)
+    inbox.put(loop, lambda: 1 / 0)
+    inbox.put(loop, ran.append, 100)
+    loop.run_until_complete(asyncio.sleep(0.01))
+    assert ran == list(range(101))  # one that fails keeps none from its turn
+    inbox.put(loop, ran.append, 101)
+    loop.run_until_complete(asyncio.sleep(0.01))
+    assert ran[-1] == 101
+    assert len(wakes) == 2
+    loop.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        inbox.put(loop, ran.append, 102)

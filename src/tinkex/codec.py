@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from tinkex import protobuf
+from tinkex.protobuf import Pieces
 from tinkex.types.record import from_json, to_json
 from tinkex.types.sampling import SampleResponse
 from tinkex.types.sessions import FuturesRetrieveResponse
@@ -38,9 +39,14 @@ MAX_BODY = 1 << 30
 class Body:
     """Encoded bytes and the headers that say what they are."""
 
-    data: bytes
+    source: bytes | Pieces
     content_type: str = JSON
     encoding: str | None = None
+
+    @property
+    def data(self) -> bytes:
+        """The bytes, in one."""
+        return self.source if isinstance(self.source, bytes) else bytes(self.source)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -49,7 +55,7 @@ class Body:
         return headers | {"Content-Encoding": self.encoding} if self.encoding else headers
 
 
-ENCODERS: dict[type[Any], Callable[[Any], bytes]] = {
+ENCODERS: dict[type[Any], Callable[[Any], bytes | Pieces]] = {
     ForwardBackwardRequest: protobuf.encode_forward_backward,
     ForwardBackwardOutput: protobuf.encode_forward_backward_output,
     SampleResponse: protobuf.encode_sample,
@@ -72,7 +78,7 @@ def encode(value: Any, *, as_protobuf: bool = True, compress: bool = False) -> B
     data = encoder(value) if encoder else to_json(value)
     content_type = PROTOBUF if encoder else JSON
     if compress:
-        return Body(zstd.compress(data, 1), content_type, "zstd")
+        return Body(zstd.compress(bytes(data), 1), content_type, "zstd")
     return Body(data, content_type)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import hashlib
 import logging
 import math
@@ -31,7 +32,7 @@ from tinkex.errors import (
     is_retryable,
 )
 from tinkex.protocol import RETRIEVE_FUTURE, Operation
-from tinkex.runtime import Runtime, runtime
+from tinkex.runtime import Inbox, Runtime, inbox_of, runtime
 from tinkex.transport import (
     CONFLICT_PATIENCE,
     LONGEST_RETRY_AFTER,
@@ -113,12 +114,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
     async def _wait(self) -> T:
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
-
-        def wake(_: object) -> None:
-            if not woken.done():
-                woken.set_result(None)
-
-        self.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(wake, None))
+        self.add_done_callback(functools.partial(_wake, loop, inbox_of(loop), woken))
         await woken
         return super().result(0)
 
@@ -130,6 +126,17 @@ class Future(concurrent.futures.Future[T], Generic[T]):
     def future(self) -> concurrent.futures.Future[T]:
         """This future, as the plain concurrent one that it is."""
         return self
+
+
+def _wake(loop: asyncio.AbstractEventLoop, inbox: Inbox, woken: asyncio.Future[None], _: object) -> None:
+    """Let whoever awaits a future in a loop of theirs look at it; the loop may be gone by now."""
+    if not loop.is_closed():
+        inbox.put(loop, _set, woken)
+
+
+def _set(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)
 
 
 def _copy_outcome(source: concurrent.futures.Future[T], target: Future[T]) -> None:
@@ -190,6 +197,8 @@ async def retrieve(
     transport is patient. At the end of that time the last fault is raised, if there was one, else APITimeoutError.
     """
     poll = _Poll(transport, op, request_id, submitted, notice)
+    if timeout is None:
+        return await poll.run(metadata_only)
     try:
         async with asyncio.timeout(timeout) as limit:
             return await poll.run(metadata_only)
@@ -216,6 +225,8 @@ class _Poll:
         self.iteration = self.failures = self.early = self.malformed = 0
         self.failing_since = 0.0
         self.last_failure: Exception | None = None
+        self.asked: tuple[bool, codec.Body] | None = None
+        """Whether the poll that was made last allows an announcement, and its body: most are repeated as they are."""
 
     async def run(self, metadata_only: bool) -> Any:
         """Poll on; a result whose size was announced is fetched under the budget for large results."""
@@ -238,8 +249,7 @@ class _Poll:
         """One poll, and the wait after it where one is due."""
         sent = time.monotonic()
         try:
-            request = FutureRetrieveRequest(request_id=self.request_id, allow_metadata_only=metadata_only)
-            answer, delay = await self._ask(request, sent)
+            answer, delay = await self._ask(metadata_only, sent)
         except BillingError as error:
             error.request_id = self.request_id
             if not await self.transport.billing.waited(error):
@@ -323,9 +333,12 @@ class _Poll:
             }
             events.emit(name, {"elapsed_time": (time.monotonic() - self.started) * 1000}, named)
 
-    async def _ask(self, request: FutureRetrieveRequest, sent: float) -> tuple[Any, float | None]:
+    async def _ask(self, metadata_only: bool, sent: float) -> tuple[Any, float | None]:
         """One poll: a result, an announcement or PENDING, with the seconds that the server asks to wait, if it does."""
         op = self.op
+        if self.asked is None or self.asked[0] is not metadata_only:
+            request = FutureRetrieveRequest(request_id=self.request_id, allow_metadata_only=metadata_only)
+            self.asked = metadata_only, codec.encode(request)
         wants_protobuf = op.result is not None and codec.has_protobuf(op.result)
         headers = {
             "Accept": codec.PROTOBUF if wants_protobuf else codec.JSON,
@@ -336,7 +349,7 @@ class _Poll:
         if self.iteration == 0:
             headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{sent - self.submitted:.6f}"
         self.iteration += 1
-        reply = await self.transport.poll(RETRIEVE_FUTURE, request, headers, POLL_TIMEOUT)
+        reply = await self.transport.poll(RETRIEVE_FUTURE, self.asked[1], headers, POLL_TIMEOUT)
         if reply.status == 408:
             delay = self._heed(_mapping(reply.body))
             chosen = self.transport.config.poll_backoff

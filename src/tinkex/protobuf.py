@@ -7,7 +7,8 @@ the installed runtime. Packed arrays are little-endian raw bytes.
 from __future__ import annotations
 
 import sys
-from functools import cache
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -33,7 +34,48 @@ from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, F
 PACKAGE = "tinker_public"
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 STOP, LENGTH = 0, 1
-Buffer: TypeAlias = bytes | memoryview
+Buffer: TypeAlias = Any
+"""Bytes, or an array of bytes, which, unlike a memoryview, is nothing that the garbage collector must look at."""
+
+
+class Pieces:
+    """Bytes that lie in many buffers. They are put together as they are sent, a piece at a time; `bytes()` joins all.
+
+    Example:
+        >>> list(Pieces([b"abc", b"defgh", b"i"]).cut(4))
+        [b'abcdefg', b'hi']
+    """
+
+    __slots__ = ("_buffers", "_size")
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._buffers = buffers
+        self._size = sum(map(len, buffers))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self._buffers)
+
+    def cut(self, size: int) -> Iterator[bytes]:
+        """All of it in pieces of this size or up to twice as long."""
+        held: list[Buffer] = []
+        length = 0
+        for buffer in self._buffers:
+            start = 0
+            while len(buffer) - start > size:
+                yield b"".join((*held, memoryview(buffer)[start : start + size]))
+                held, length, start = [], 0, start + size
+            held.append(buffer[start:] if start else buffer)
+            length += len(buffer) - start
+            if length >= size:
+                yield b"".join(held)
+                held, length = [], 0
+        if held:
+            yield b"".join(held)
+
+
 MAX_DATUMS = 1 << 24
 
 ENUMS: dict[str, list[str]] = {
@@ -273,12 +315,12 @@ def get_tensor(source: Any, what: str) -> TensorData:
 # ── forward_backward ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
+def encode_forward_backward(request: ForwardBackwardRequest) -> Pieces:
     """ForwardBackwardRequest as bytes.
 
     The data are nearly all of it, and the runtime copies every array twice on its way out. So ordinary datums are
-    written here, as small headers between views of the arrays, and joined once; a message may be concatenated from
-    messages, so everything else is the runtime's.
+    written here, as small headers between views of the arrays, which are never all joined; a message may be
+    concatenated from messages, so everything else is the runtime's.
     """
     body = request.forward_backward_input
     kind = message("ForwardBackwardRequest")
@@ -293,7 +335,7 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> bytes:
     for datum in body.data:
         _add_datum(parts, datum)
     parts.append(tail.SerializeToString(deterministic=True))
-    return b"".join(parts)
+    return Pieces(parts)
 
 
 def _varint(number: int) -> bytes:
@@ -305,14 +347,18 @@ def _varint(number: int) -> bytes:
     return bytes(out)
 
 
+@lru_cache(1 << 14)  # a pass has thousands of fields, and many are of one size
 def _delimited(field: int, size: int) -> bytes:
     """The header of a field of so many bytes."""
     return bytes((field << 3 | 2,)) + _varint(size)
 
 
-def _view(array: Array, dtype: str) -> memoryview:
+_LITTLE = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "int64", "float32")}
+
+
+def _view(array: Array, dtype: str) -> Array:
     """Little-endian raw bytes of an array, without a copy where it already has that form."""
-    return np.ascontiguousarray(array, dtype=np.dtype(dtype).newbyteorder("<")).reshape(-1).view(np.uint8).data
+    return np.ascontiguousarray(array, dtype=_LITTLE[dtype]).reshape(-1).view(np.uint8)
 
 
 def _add_datum(parts: list[Buffer], datum: Datum) -> None:
@@ -336,7 +382,7 @@ def _add_datum(parts: list[Buffer], datum: Datum) -> None:
         text = _delimited(1, len(tokens)) if len(tokens) else b""
         size = len(text) + len(tokens)
         header = _delimited(1, size)
-        inner += (_delimited(1, len(header) + size), header, text, tokens)
+        inner += (_delimited(1, len(header) + size) + header + text, tokens)
     for name in sorted(datum.loss_fn_inputs, key=str.encode):
         inner += _tensor_entry(name.encode(), datum.loss_fn_inputs[name])
     parts.append(_delimited(3, sum(map(len, inner))))
@@ -351,9 +397,8 @@ def _tensor_entry(name: bytes, tensor: TensorData) -> tuple[Buffer, ...]:
     end = b"\x18" + _varint(FLOAT32 if tensor.dtype == "float32" else INT64)
     if shape:
         end += _delimited(4, len(shape)) + shape
-    value = _delimited(2, len(start) + len(values) + len(end)) + start
-    key = _delimited(1, len(name)) + name
-    return _delimited(2, len(key) + len(value) + len(values) + len(end)), key, value, values, end
+    head = _delimited(1, len(name)) + name + _delimited(2, len(start) + len(values) + len(end)) + start
+    return _delimited(2, len(head) + len(values) + len(end)) + head, values, end
 
 
 def _put_datum(target: Any, datum: Datum) -> None:

@@ -6,6 +6,7 @@ and to observers. The clients' own observer writes to the log through a `QueueSt
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import threading
@@ -189,11 +190,24 @@ def notify(
 def _arguments(
     call: Callable[..., object], state: QueueState, reason: str | None, metadata: Mapping[str, Any]
 ) -> tuple[Any, ...]:
+    function = getattr(call, "__func__", None)
+    second = _second_of(call) if function is None else _second_of_method(function)
+    return (state,) if second is None else (state, metadata if second == "metadata" else reason)
+
+
+@functools.lru_cache(256)
+def _second_of_method(function: Callable[..., object]) -> Literal["metadata", "reason"] | None:
+    """What a method takes besides the state; our own are asked for every sample that waits, and looking is dear."""
+    return _second_of(function, skipped=1)
+
+
+def _second_of(call: Callable[..., object], skipped: int = 0) -> Literal["metadata", "reason"] | None:
+    """What an observer takes besides the state, by its parameters after the first so many."""
     try:
-        parameters = inspect.signature(call).parameters.values()
+        parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):  # some built-in functions do not tell
-        return (state, reason)
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return "reason"
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][skipped:]
     if len(positional) < 2:
-        return (state, reason) if any(p.kind is p.VAR_POSITIONAL for p in parameters) else (state,)
-    return (state, metadata if positional[1].name == "metadata" else reason)
+        return "reason" if any(p.kind is p.VAR_POSITIONAL for p in parameters) else None
+    return "metadata" if positional[1].name == "metadata" else "reason"

@@ -105,7 +105,8 @@ class RetryHandler:
         """Call a function until it succeeds, or its failure is final; the last failure is raised."""
         if self._slots is None:
             self._slots = asyncio.Semaphore(self._limit)
-        async with self._slots:
+        await self._slots.acquire()
+        try:
             task = asyncio.current_task()
             assert task is not None
             self._begin(task)
@@ -125,6 +126,8 @@ class RetryHandler:
                 self._end(task)
             self._progress = self._clock()
             return result
+        finally:
+            self._slots.release()
 
     async def _persist(self, function: Callable[..., Awaitable[T]], args: Any, kwargs: Any) -> T:
         attempt, started = 0, self._clock()

@@ -9,9 +9,12 @@ import asyncio
 import atexit
 import concurrent.futures
 import concurrent.futures.thread  # registers its own end first, so that ours comes before it
+import contextvars
+import functools
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -23,6 +26,51 @@ EXIT_SECONDS = 30.0
 """How long the end of a program waits for what still runs: an interpreter that ends under a busy engine crashes."""
 
 
+class Inbox:
+    """Hands functions to an event loop from any thread; those that come close together wake it once.
+
+    Waking a loop takes a system call on either side, which many samples at once need not make each.
+    """
+
+    __slots__ = ("__weakref__", "_waiting", "_woken")
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[contextvars.Context, Callable[..., object], tuple[Any, ...]]] = deque()
+        self._woken = False
+
+    def put(self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
+        """Run a function on the loop soon, in the caller's context; in the order of asking."""
+        self._waiting.append((contextvars.copy_context(), function, args))
+        if self._woken:
+            return
+        self._woken = True
+        try:
+            loop.call_soon_threadsafe(self._drain, loop)
+        except RuntimeError:  # it is closed
+            self._woken = False
+            raise
+
+    def _drain(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._woken = False  # before looking: what is put from here on wakes the loop again
+        for _ in range(len(self._waiting)):
+            context, function, args = self._waiting.popleft()
+            try:
+                context.run(function, *args)
+            except Exception as error:
+                loop.call_exception_handler({"message": f"{function!r} failed", "exception": error})
+
+
+_inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = weakref.WeakKeyDictionary()
+
+
+def inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox:
+    """The inbox of a loop; on that loop's own thread only."""
+    found = _inboxes.get(loop)
+    if found is None:
+        found = _inboxes[loop] = Inbox()
+    return found
+
+
 class Runtime:
     """An event loop in a thread of its own."""
 
@@ -30,6 +78,7 @@ class Runtime:
         self.loop = asyncio.new_event_loop()
         self.stopped = False
         self._pid = os.getpid()
+        self._inbox = Inbox()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closers: list[weakref.WeakMethod[Callable[[], Coroutine[Any, Any, None]]]] = []
         self._thread = threading.Thread(target=self._run, name="tinkex", daemon=True)
@@ -70,7 +119,7 @@ class Runtime:
 
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Run a function on the loop soon."""
-        self.loop.call_soon_threadsafe(function, *args)
+        self._inbox.put(self.loop, function, *args)
 
     def task(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a task from the loop's own thread; it is kept alive until it ends."""
@@ -85,16 +134,19 @@ class Runtime:
             coroutine.close()
             future.set_exception(RuntimeError("the program is ending: tinkex can do no more"))
             return
+        self.call(self._start, coroutine, future)
 
-        def start() -> None:
-            if future.cancelled():
-                coroutine.close()
-                return
-            task = self.task(coroutine)
-            task.add_done_callback(lambda done: deliver(done, future))
-            future.add_done_callback(lambda f: self.call(task.cancel) if f.cancelled() else None)
+    def _start(self, coroutine: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]) -> None:
+        if future.cancelled():
+            coroutine.close()
+            return
+        task = self.task(coroutine)
+        task.add_done_callback(functools.partial(deliver, future=future))
+        future.add_done_callback(functools.partial(self._pass_cancel, task))
 
-        self.call(start)
+    def _pass_cancel(self, task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> None:
+        if future.cancelled():
+            self.call(task.cancel)
 
 
 def deliver(task: asyncio.Future[T], future: concurrent.futures.Future[T]) -> None:

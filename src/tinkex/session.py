@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -79,6 +80,7 @@ class Session:
         self._display_name = display_name
         self._lock = threading.Lock()
         self._opening: Future[None] | None = None
+        self._is_open = False
         self._gate: DispatchGate | None = None
         self._cancels: asyncio.Semaphore | None = None
         self.telemetry: Reporter | None = None
@@ -104,7 +106,8 @@ class Session:
         return start(self._call(function, args))
 
     async def _call(self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> T:
-        await self.opened()
+        if not self._is_open:
+            await self.opened()
         try:
             return await function(*args)
         except Exception as error:
@@ -132,8 +135,7 @@ class Session:
 
     async def opened(self) -> None:
         """Open the session if it is not open yet; a failed attempt is made anew by the next call."""
-        opening = self._opening
-        if opening is not None and opening.done() and opening.exception() is None:
+        if self._is_open:
             return
         with self._lock:
             if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
@@ -148,6 +150,7 @@ class Session:
             self._report()
         runtime().task(_heartbeat(weakref.ref(self), self.session_id))
         runtime().task(_keep_informed(weakref.ref(self)))
+        self._is_open = True
 
     def _report(self) -> None:
         send, wanted = telemetry.sender(self.transport), telemetry.goes_by_itself(self.config)
@@ -228,15 +231,16 @@ class Session:
         facts = {name: value for name in named if (value := getattr(request, name, None)) is not None}
         started = time.monotonic()
 
-        async def post(older: bool, patience: float | None = patience) -> Reply:
-            spoken, body = await _written(op, request, older, self.client_config.proto_compress_fwdbwd)
-            return await self.transport.request(
-                spoken, body, headers=headers, patience=patience, final=final, metadata=facts
-            )
-
-        is_trial = self.transport.is_older is None and dialects.shows_dialect(op, request)
-        reply = await (self._try_both(post) if is_trial else post(self.transport.is_older or False))
+        options = {"headers": headers, "patience": patience, "final": final, "metadata": facts}
+        if self.transport.is_older is None and dialects.shows_dialect(op, request):
+            reply = await self._try_both(functools.partial(self._post, op, request, options))
+        else:
+            reply = await self._post(op, request, options, self.transport.is_older or False)
         return dialects.read_receipt(self.transport, op, reply, started)
+
+    async def _post(self, op: Operation, request: Any, options: dict[str, Any], older: bool, **other: Any) -> Reply:
+        spoken, body = await _written(op, request, older, self.client_config.proto_compress_fwdbwd)
+        return await self.transport.request(spoken, body, **(options | other))
 
     async def _try_both(self, post: Callable[..., Coroutine[Any, Any, Reply]]) -> Reply:
         """The first passes a server gets show which form it reads; the older is tried when it refuses all of these."""
@@ -255,7 +259,7 @@ class Session:
             if self.transport.is_older:
                 return await post(True)
             try:
-                reply = await post(True, 0.0)
+                reply = await post(True, patience=0.0)
             except TinkerError:
                 raise refused from None
             self.transport.is_older = True

@@ -408,12 +408,12 @@ class TrainingClient:
         chunks: list[list[Datum]] = [[]]
         size = 0
         for datum in data:
-            full = len(chunks[-1]) >= config.fwdbwd_max_chunk_len
-            if chunks[-1] and (full or size + datum.nbytes > config.fwdbwd_max_chunk_bytes_count):
+            full, added = len(chunks[-1]) >= config.fwdbwd_max_chunk_len, datum.nbytes
+            if chunks[-1] and (full or size + added > config.fwdbwd_max_chunk_bytes_count):
                 chunks.append([])
                 size = 0
             chunks[-1].append(datum)
-            size += datum.nbytes
+            size += added
         return chunks
 
     async def _submit_chunks(self, requests: list[ForwardBackwardRequest]) -> list[Receipt]:

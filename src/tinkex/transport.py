@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import io
 import logging
 import os
 import platform
@@ -18,7 +17,7 @@ import traceback
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,6 +45,7 @@ from tinkex.errors import (
 )
 from tinkex.exchanges import redact_headers, redact_url, wait_asked
 from tinkex.limits import BillingPause, BreakerRegistry, ByteBudget
+from tinkex.protobuf import Pieces
 from tinkex.protocol import AUTH_TOKEN, BY_NAME, CLIENT_CONFIG, PREFIX, PROTOCOL_VERSION, Operation, Traffic
 from tinkex.redaction import MOST_TRACEBACK, Scrubber, secrets_of
 from tinkex.types.account import AuthTokenResponse
@@ -53,6 +53,7 @@ from tinkex.types.sessions import Empty
 
 if TYPE_CHECKING:
     import aiohttp
+    from aiohttp.client import _RequestContextManager
 
 logger = logging.getLogger("tinkex")
 
@@ -64,6 +65,7 @@ RESPONSE_BYTES = 52_428_800
 CONNECT_SECONDS = 5.0
 LARGE_BODY = 1 << 16
 """Bodies from this size on are written piece by piece, so that the loop gets to other things in between."""
+PIECE_BYTES = 1 << 18
 LONGEST_RETRY_AFTER = 60.0
 REJECTED_ATTEMPTS = 16
 """How often a request is sent again that a proxy on the way rejected with a 400 that says nothing."""
@@ -174,22 +176,26 @@ class HttpExchange:
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: bytes | _Upload | None,
+        body: bytes | AsyncIterator[bytes] | None,
         timeout: float,
         traffic: Traffic,
         *,
         streaming: bool = False,
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    ) -> _RequestContextManager:
         """A request over HTTP/1.1; a whole address may stand in for the path."""
-        import aiohttp
         from yarl import URL
 
         large = streaming or traffic in ("poll", "train")
         limits = self._timeouts.get((timeout, large))
         if limits is None:
+            import aiohttp
+
             # Passes and results may be large: only silence ends those, not a slow line or a wait for a connection.
+            # For the others, one timer for the whole request says all.
             limits = self._timeouts[timeout, large] = aiohttp.ClientTimeout(
-                total=None if large else timeout, sock_connect=min(CONNECT_SECONDS, timeout), sock_read=timeout
+                total=None if large else timeout,
+                sock_connect=min(CONNECT_SECONDS, timeout),
+                sock_read=timeout if large else None,
             )
         address = self._base_url + path if path.startswith("/") else path
         if self._proxy_headers and address.startswith("http:"):  # aiohttp gives them to tunnels alone
@@ -211,7 +217,7 @@ class HttpExchange:
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: bytes | None,
+        body: bytes | Pieces | None,
         timeout: float,
         traffic: Traffic,
         *,
@@ -219,7 +225,11 @@ class HttpExchange:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The same for any body: a large one is written piece by piece, and a peer that stops taking it is noticed."""
         async with asyncio.timeout(None) as deadline:
-            data = body if body is None or len(body) < LARGE_BODY else _Upload(body, deadline, timeout)
+            data: bytes | AsyncIterator[bytes] | None
+            if body is None or len(body) < LARGE_BODY:
+                data = None if body is None else bytes(body)
+            else:
+                data, headers = _upload(body, deadline, timeout), {**headers, "Content-Length": str(len(body))}
             async with self._begin(method, path, headers, data, timeout, traffic, streaming=streaming) as response:
                 deadline.reschedule(None)  # from here on the HTTP library listens for silence
                 yield response
@@ -229,19 +239,22 @@ class HttpExchange:
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: bytes | None,
+        body: bytes | Pieces | None,
         timeout: float,
         traffic: Traffic = "rest",
     ) -> Reply:
         """Send over HTTP/1.1 and read the whole answer."""
-        small = body is None or len(body) < LARGE_BODY
-        with _plain_errors(timeout):
-            async with (self._begin if small else self._request)(
-                method, path, headers, body, timeout, traffic
-            ) as response:
-                data = await response.read()
-                return Reply(response.status, _lower(response.headers), data)
-        raise AssertionError("unreachable")
+        try:
+            if body is None or len(body) < LARGE_BODY:  # read to its end, or failing, an answer lets its connection go
+                data = None if body is None else bytes(body)
+                response = await self._begin(method, path, headers, data, timeout, traffic)
+                return Reply(response.status, _lower(response.headers), await response.read())
+            async with self._request(method, path, headers, body, timeout, traffic) as response:
+                return Reply(response.status, _lower(response.headers), await response.read())
+        except Exception as error:
+            if (plain := _plain_error(error, timeout)) is None:
+                raise
+            raise plain from error
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -297,52 +310,47 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown_all)
 
 
-class _Upload(io.BytesIO):
-    """A large body, read piece by piece while it is written; a peer that stops taking it is noticed.
+async def _upload(body: bytes | Pieces, deadline: asyncio.Timeout, seconds: float) -> AsyncIterator[bytes]:
+    """A large body, piece by piece while it is written; a peer that stops taking it is noticed.
 
     The HTTP library listens for silence only once all is written. After the last piece it has as much time again.
     """
-
-    def __init__(self, body: bytes, deadline: asyncio.Timeout, seconds: float) -> None:
-        super().__init__(body)
-        self._size, self._deadline, self._seconds = len(body), deadline, seconds
-
-    def read(self, size: int | None = -1) -> bytes:
-        piece = super().read(size)
-        pieces = 1 if self.tell() < self._size else 2
-        self._deadline.reschedule(asyncio.get_running_loop().time() + pieces * self._seconds)
-        return piece
+    loop, left = asyncio.get_running_loop(), len(body)
+    for piece in (Pieces([body]) if isinstance(body, bytes) else body).cut(PIECE_BYTES):
+        left -= len(piece)
+        deadline.reschedule(loop.time() + (seconds if left else 2 * seconds))
+        yield piece
+        await asyncio.sleep(0)
 
 
 def _lower(headers: Mapping[str, str]) -> dict[str, str]:
     return {name.lower(): value for name, value in headers.items()}
 
 
-class _plain_errors:
-    """What the HTTP library raises, as the two errors that an exchange may raise."""
+def _plain_error(error: Exception, timeout: float) -> Exception | None:
+    """What the HTTP library raises, as one of the two errors that an exchange may raise; None for anything else."""
+    import aiohttp
 
-    __slots__ = ("_timeout",)
+    if isinstance(error, TimeoutError):
+        return TimeoutError(
+            "no connection in time" if "connect" in str(error).lower() else f"no answer within {timeout:g} s"
+        )
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return ConnectionError(error.os_error.strerror or str(error.os_error))
+    if isinstance(error, aiohttp.ClientError | OSError):
+        return ConnectionError(str(error) or type(error).__name__)
+    return None
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._translate(error)
-
-    def _translate(self, error: BaseException) -> None:
-        import aiohttp
-
-        if isinstance(error, TimeoutError):
-            silent = f"no answer within {self._timeout:g} s"
-            raise TimeoutError("no connection in time" if "connect" in str(error).lower() else silent) from error
-        if isinstance(error, aiohttp.ClientConnectorError):
-            raise ConnectionError(error.os_error.strerror or str(error.os_error)) from error
-        if isinstance(error, aiohttp.ClientError | OSError):
-            raise ConnectionError(str(error) or type(error).__name__) from error
+@contextlib.contextmanager
+def _plain_errors(timeout: float) -> Iterator[None]:
+    """Around the parts of a stream: errors as an exchange may raise them."""
+    try:
+        yield
+    except Exception as error:
+        if (plain := _plain_error(error, timeout)) is None:
+            raise
+        raise plain from error
 
 
 # A base URL whose scheme is listed here is served by the named factory instead of HTTP; imported when used.
@@ -499,27 +507,18 @@ class Transport:
         if without:
             merged = {name: value for name, value in merged.items() if name.lower() not in without}
         url = url or target(op, path, {**self.config.default_query, **(query or {})})
-        data, retries = body.data if body else None, 0
-
-        async def attempt(number: int) -> Reply:
-            nonlocal retries
-            retries = number
-            numbered = merged | {"X-Stainless-Retry-Count": str(number)}
-            sending = functools.partial(self.send, op, url, numbered, data, limit, follow)
-            return await (self.breakers.get(f"{op.method} {op.path}").call(sending) if self.breakers else sending())
-
+        sending = _Sending(self, op, url, merged, body.source if body else None, limit, follow)
         started = time.monotonic()
         with self._observed(op, metadata, url) as outcome:
             reply = await self.persist(
-                op,
-                attempt,
+                sending,
                 self.config.patience if patience is None else patience,
                 final,
                 self.config.max_retries if max_retries is None else max_retries,
             )
-            outcome["retry_count"] = retries
+            outcome["retry_count"] = sending.retries
         self._heed_deprecation(op, reply.headers)
-        return Reply(reply.status, reply.headers, reply.body, reply.url, time.monotonic() - started, retries)
+        return Reply(reply.status, reply.headers, reply.body, reply.url, time.monotonic() - started, sending.retries)
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -567,8 +566,11 @@ class Transport:
                 await close()
 
     async def poll(self, op: Operation, request: Any, headers: Mapping[str, str], timeout: float) -> Reply:
-        """One attempt at a long poll, with all statuses returned: the caller knows what they mean."""
-        body = codec.encode(request)
+        """One attempt at a long poll, with all statuses returned: the caller knows what they mean.
+
+        A request that is sent again and again may come as the body that was made of it.
+        """
+        body = request if isinstance(request, codec.Body) else codec.encode(request)
         merged = await self._all_headers(op, timeout, body.headers, headers)
         with self._observed(op, None) as outcome:
             reply = await self.exchange(op, target(op, None, self.config.default_query), merged, body.data, timeout)
@@ -599,7 +601,7 @@ class Transport:
         op: Operation,
         url: str,
         headers: Mapping[str, str],
-        body: bytes | None,
+        body: bytes | Pieces | None,
         timeout: float,
         follow: bool = True,
     ) -> Reply:
@@ -636,7 +638,7 @@ class Transport:
         return reply, place
 
     async def exchange(
-        self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+        self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | Pieces | None, timeout: float
     ) -> Reply:
         """One attempt: whatever reply comes, or APIConnectionError when none does."""
         self._check_usable(op)
@@ -651,11 +653,19 @@ class Transport:
         if exchange is self._exchange:
             headers = self._traced(headers)
         started = time.monotonic()
-        with self._typed_errors(op, place, address):
-            reply = await exchange.send(op.method, url, headers, body, timeout, op.traffic)
+        try:
+            if isinstance(exchange, HttpExchange):
+                reply = await exchange.send(op.method, url, headers, body, timeout, op.traffic)
+            else:
+                data = None if body is None else bytes(body)
+                reply = await exchange.send(op.method, url, headers, data, timeout, op.traffic)
+        except (TimeoutError, ConnectionError) as error:
+            if isinstance(error, TinkerError):
+                raise
+            raise self._typed_error(op, place, address, error) from error
         return Reply(reply.status, reply.headers, reply.body, address, time.monotonic() - started)
 
-    def _dump(self, op: Operation, address: str, headers: Mapping[str, str], body: bytes | None) -> None:
+    def _dump(self, op: Operation, address: str, headers: Mapping[str, str], body: bytes | Pieces | None) -> None:
         """Log an attempt, where that is wanted."""
         if self.config.dump_headers:
             shown = {name: self._scrubber.text(value) for name, value in redact_headers(headers).items()}
@@ -679,30 +689,37 @@ class Transport:
         if self._closed:
             raise TinkerError(f"{op.name}: the client was closed before there was an answer")
 
-    @contextlib.contextmanager
-    def _typed_errors(self, op: Operation, place: str, address: str) -> Iterator[None]:
-        try:
-            yield
-        except TinkerError:
-            raise
-        except TimeoutError as error:
-            raise APITimeoutError(f"{op.name} at {place}: {error}", request=self._sent(op, address)) from error
-        except ConnectionError as error:
-            raise APIConnectionError(
-                self._scrubber.text(f"{op.name}: cannot reach {place}: {error}"),
-                request=self._sent(op, address),
-                hint="check the base URL, and that the server is running",
-            ) from error
+    def _typed_error(self, op: Operation, place: str, address: str, error: Exception) -> APIConnectionError:
+        """The error behind an answer that did not come."""
+        if isinstance(error, TimeoutError):
+            return APITimeoutError(f"{op.name} at {place}: {error}", request=self._sent(op, address))
+        return APIConnectionError(
+            self._scrubber.text(f"{op.name}: cannot reach {place}: {error}"),
+            request=self._sent(op, address),
+            hint="check the base URL, and that the server is running",
+        )
 
     @contextlib.contextmanager
+    def _typed_errors(self, op: Operation, place: str, address: str) -> Iterator[None]:
+        """Around the parts of a stream: errors as `exchange` raises them."""
+        try:
+            yield
+        except (TimeoutError, ConnectionError) as error:
+            if isinstance(error, TinkerError):
+                raise
+            raise self._typed_error(op, place, address, error) from error
+
     def _observed(
         self, op: Operation, metadata: Mapping[str, Any] | None, url: str | None = None
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Around a request: whoever listens is told of it, and how it went; the block may say so in the outcome."""
+        return self._announced(op, metadata, url) if events.is_heard() else contextlib.nullcontext({})
+
+    @contextlib.contextmanager
+    def _announced(
+        self, op: Operation, metadata: Mapping[str, Any] | None, url: str | None
     ) -> Iterator[dict[str, Any]]:
-        """Tell whoever listens that a request is made, and how it went; the block may say so in the outcome."""
         outcome: dict[str, Any] = {}
-        if not events.is_heard():
-            yield outcome
-            return
         facts = {
             "method": op.method,
             "path": f"{PREFIX}/{op.path}" if op.name in BY_NAME or not url else url.partition("?")[0],
@@ -740,12 +757,7 @@ class Transport:
         return self._outside
 
     async def persist(
-        self,
-        op: Operation,
-        attempt: Callable[[int], Awaitable[Reply]],
-        patience: float,
-        final: Container[int] = (),
-        max_retries: int | None = None,
+        self, sending: _Sending, patience: float, final: Container[int] = (), max_retries: int | None = None
     ) -> Reply:
         """The retry policy: exponential with jitter, the server's Retry-After honoured, bounded by time.
 
@@ -755,7 +767,7 @@ class Transport:
         started, number = time.monotonic(), 0
         while True:
             try:
-                reply = await attempt(number)
+                reply = await sending.attempt(number)
                 if not _should_retry(reply.headers):
                     return reply
                 number += 1
@@ -846,6 +858,36 @@ class Transport:
         return Response(reply.status, headers, content, self._sent(op, reply.url or self._home), reply.elapsed)
 
 
+class _Sending:
+    """A request that is sent until there is an answer."""
+
+    __slots__ = ("body", "follow", "headers", "op", "retries", "timeout", "transport", "url")
+
+    def __init__(
+        self,
+        transport: Transport,
+        op: Operation,
+        url: str,
+        headers: dict[str, str],
+        body: bytes | Pieces | None,
+        timeout: float,
+        follow: bool,
+    ) -> None:
+        self.transport, self.op, self.url, self.headers = transport, op, url, headers
+        self.body, self.timeout, self.follow = body, timeout, follow
+        self.retries = 0
+
+    def attempt(self, number: int) -> Awaitable[Reply]:
+        """Send it once more, under its own number; through the operation's breaker, where there are any."""
+        self.retries = number
+        self.headers["X-Stainless-Retry-Count"] = str(number)
+        breakers = self.transport.breakers
+        return self._once() if breakers is None else breakers.get(f"{self.op.method} {self.op.path}").call(self._once)
+
+    def _once(self) -> Awaitable[Reply]:
+        return self.transport.send(self.op, self.url, self.headers, self.body, self.timeout, self.follow)
+
+
 class RejectedError(APIConnectionError):
     """A 400 that says nothing: not the server's answer, but that of a proxy that did not let the request through."""
 
@@ -911,8 +953,12 @@ def _should_retry(headers: Mapping[str, str]) -> bool | None:
 
 def target(op: Operation, path: Mapping[str, str] | None = None, query: Mapping[str, object] | None = None) -> str:
     """The path and query of a request; what is None is left out of the query."""
-    url = PREFIX + "/" + op.path.format_map({k: quote(v, safe=":") for k, v in (path or {}).items()})
-    pairs = [(name, str(value)) for name, value in (query or {}).items() if value is not None]
+    url = f"{PREFIX}/{op.path}"
+    if path or "{" in url:
+        url = url.format_map({name: quote(value, safe=":") for name, value in (path or {}).items()})
+    if not query:
+        return url
+    pairs = [(name, str(value)) for name, value in query.items() if value is not None]
     return f"{url}?{urlencode(pairs, quote_via=quote, safe='')}" if pairs else url
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import copy
 import datetime as dt
+import math
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
 
@@ -116,21 +117,24 @@ class Fixed(Wired):
 put = object.__setattr__
 
 
+_PLAIN = frozenset({type(None), str, bool, int, float})
+_NESTED = frozenset({float, dict, list})
+
+
 def to_builtins(value: Any, *, keep_none: bool = False) -> Any:
     """JSON-ready form of a value: absent fields (`None`) are left out, as the protocol does."""
-    if value is None or isinstance(value, str | bool):
+    if type(value) in _PLAIN:
         return value
-    if isinstance(value, int | float):
-        return float(value) if isinstance(value, float) else int(value)  # numpy's are subclasses that JSON refuses
     if isinstance(value, Record):
-        return {
-            name: to_builtins(field, keep_none=keep_none)
-            for name in value.__struct_fields__
-            if ((field := getattr(value, name)) is not None or keep_none or name in value.SENT_AS_NULL)
-            and name not in value.NOT_SENT
-        }
+        return _fields(value, keep_none)
     if isinstance(value, Wired):
         return value._full() if keep_none else value.to_wire()
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return float(value)  # numpy's are subclasses that JSON refuses
+    if isinstance(value, int):
+        return int(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
@@ -142,6 +146,17 @@ def to_builtins(value: Any, *, keep_none: bool = False) -> Any:
     if isinstance(value, Iterable):
         return [to_builtins(item, keep_none=keep_none) for item in value]
     raise TypeError(f"cannot put a {type(value).__name__} on the wire")
+
+
+def _fields(record: Record, keep_none: bool) -> dict[str, Any]:
+    """The fields of a record that are sent; most hold plain values, which are taken as they are."""
+    sent = {}
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if name in record.NOT_SENT or (value is None and not keep_none and name not in record.SENT_AS_NULL):
+            continue
+        sent[name] = value if type(value) in _PLAIN else to_builtins(value, keep_none=keep_none)
+    return sent
 
 
 def _decode_bulk(kind: type[Any], value: Any) -> Any:
@@ -201,12 +216,15 @@ def to_json(value: Any) -> bytes:
 
 def _finite(value: Any) -> Any:
     """JSON has no NaN; msgspec would silently write null for it."""
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        raise ValueError("NaN and Infinity cannot be sent as JSON")
-    if isinstance(value, dict):
+    kind = type(value)
+    if kind is float:
+        if not math.isfinite(value):
+            raise ValueError("NaN and Infinity cannot be sent as JSON")
+    elif kind is dict:
         for item in value.values():
-            _finite(item)
-    elif isinstance(value, list) and value and isinstance(value[0], dict | list):
+            if type(item) in _NESTED:
+                _finite(item)
+    elif kind is list and value and type(value[0]) in (dict, list):
         for item in value:
             _finite(item)
     return value
@@ -305,6 +323,8 @@ def settle(record: Record, name: str, value: Any) -> None:
 
 def number(value: Any, name: str) -> float:
     """A real number of any kind as a float; `ValueError` names the field otherwise."""
+    if type(value) is float:
+        return value
     if isinstance(value, str | bytes | bool) or not hasattr(value, "__float__"):
         raise ValueError(f"{name} must be a number, got {type(value).__name__}")
     return float(value)
@@ -312,6 +332,8 @@ def number(value: Any, name: str) -> float:
 
 def whole(value: Any, name: str) -> int:
     """An integer of any kind as an int; `ValueError` names the field otherwise."""
+    if type(value) is int:
+        return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{name} must be an integer, got {type(value).__name__}")
     return int(value)

@@ -165,17 +165,35 @@ class TensorData(Fixed):
     @property
     def nbytes(self) -> int:
         """Size of the payload on the wire, as the protocol estimates it."""
-        return self._values.nbytes + sum(index.nbytes for index in (self._crow, self._col) if index is not None)
+        if self._crow is None or self._col is None:
+            return self._values.nbytes
+        return self._values.nbytes + self._crow.nbytes + self._col.nbytes
 
     @classmethod
     def from_numpy(cls, array: Array) -> Self:
         """Wrap an array; no copy when it already is contiguous int64 or float32."""
-        return cls(data=np.ascontiguousarray(array), dtype=dtype_of(array), shape=array.shape)
+        dtype = dtype_of(array)
+        values = np.ascontiguousarray(array, dtype=DTYPES[dtype]).reshape(-1)
+        return cls._dense(values, dtype, list(array.shape))
+
+    @classmethod
+    def _dense(cls, values: Array, dtype: TensorDtype, shape: list[int]) -> Self:
+        """A tensor of an array that has the dtype and the shape's size: there is nothing left to check."""
+        tensor = cls.__new__(cls)
+        put(tensor, "_values", values)
+        put(tensor, "dtype", dtype)
+        put(tensor, "shape", shape)
+        put(tensor, "_crow", None)
+        put(tensor, "_col", None)
+        return tensor
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> Self:
-        """Copy a torch tensor of any device; half types are widened."""
-        tensor = tensor.detach().cpu()
+        """Take a torch tensor of any device; half types are widened."""
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if not tensor.is_cpu:
+            tensor = tensor.cpu()
         if tensor.is_floating_point():
             tensor = tensor.float()
         return cls.from_numpy(tensor.numpy())
@@ -214,7 +232,7 @@ class TensorData(Fixed):
         if dtype is not None and type(value) is list:
             flat = packed_list(value, "q" if dtype == "int64" else "f", DTYPES[dtype])
             if flat is not None:
-                return cls(flat, dtype, flat.shape)
+                return cls._dense(flat, dtype, [flat.size])
         try:
             array = np.asarray(value)
         except ValueError as error:
