@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -21,7 +21,7 @@ from tinkex._version import __version__
 from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
-from tinkex.server import revival
+from tinkex.server import description, revival
 from tinkex.server.accounts import Account
 from tinkex.server.admission import check_ownership, check_room, fail_in_band, is_own
 from tinkex.server.exports import download_route
@@ -80,15 +80,16 @@ def create_app(
             await state.meter.flush()
             state.store.close()
 
+    # What this server cannot do is not there, and 404 says so.
+    served = [op for op in OPERATIONS if op is RETRIEVE_FUTURE or op.name in HANDLERS]
     routes = [
-        Route(f"{PREFIX}/{op.path}", _endpoint(op, state), methods=[op.method], name=op.name)
-        for op in OPERATIONS
-        if op is RETRIEVE_FUTURE or op.name in HANDLERS  # what this server cannot do is not there, and 404 says so
+        Route(f"{PREFIX}/{op.path}", _endpoint(op, state), methods=[op.method], name=op.name) for op in served
     ]
     routes += [
         download_route(state),
         misnamed_route(),
         Route("/", _front(state), name="front"),
+        Route(description.PATH, _description(op.name for op in served), name="openapi"),
         Route("/metrics", _metrics(state), name="metrics"),
         Route(trace_path("{session_id}"), _trace(state), name="trace"),
     ]
@@ -175,6 +176,15 @@ def _front(state: State) -> Endpoint:
         return JSONResponse({"name": "tinkex", "version": __version__, "api": PREFIX, "access": access})
 
     return front
+
+
+def _description(served: Iterable[str]) -> Endpoint:
+    names = frozenset(served)
+
+    async def openapi(request: Request) -> Response:
+        return Response(to_json(description.describe(names)), media_type=codec.JSON)
+
+    return openapi
 
 
 def _metrics(state: State) -> Endpoint:

@@ -163,8 +163,11 @@ def from_json(kind: type[T], body: bytes) -> T:
         return kind.from_wire(msgspec.json.decode(body))  # type: ignore[attr-defined,no-any-return]
     try:
         return msgspec.json.decode(body, type=kind, dec_hook=_decode_bulk)
-    except msgspec.ValidationError:
-        plain = msgspec.json.decode(body)
+    except msgspec.ValidationError as error:
+        try:
+            plain = msgspec.json.decode(body)
+        except ValueError:  # what is wrong is wrong of any kind; the first error knows where it is
+            raise error from None
         given = _without_nulls(kind, plain)
         if given == plain:
             raise
