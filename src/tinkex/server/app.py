@@ -27,6 +27,7 @@ from tinkex.server.admission import check_ownership, check_room, fail_in_band, i
 from tinkex.server.exports import download_route
 from tinkex.server.handlers import HANDLERS
 from tinkex.server.metrics import CONTENT_TYPE
+from tinkex.server.promises import internal
 from tinkex.server.records import misnamed_route
 from tinkex.server.results import encoding
 from tinkex.server.sessions import signed_trace, trace_path
@@ -41,6 +42,7 @@ from tinkex.types.training import UntypedAPIFuture
 logger = logging.getLogger("tinkex.server")
 
 OFF_LOOP_BYTES = 64_000
+DETAIL_CHARACTERS = 4_000
 
 
 def create_app(
@@ -82,9 +84,7 @@ def create_app(
 
     # What this server cannot do is not there, and 404 says so.
     served = [op for op in OPERATIONS if op is RETRIEVE_FUTURE or op.name in HANDLERS]
-    routes = [
-        Route(f"{PREFIX}/{op.path}", _endpoint(op, state), methods=[op.method], name=op.name) for op in served
-    ]
+    routes = [Route(f"{PREFIX}/{op.path}", _endpoint(op, state), methods=[op.method], name=op.name) for op in served]
     routes += [
         download_route(state),
         misnamed_route(),
@@ -103,11 +103,17 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _error(status: int, detail: str) -> Response:
-    return JSONResponse({"detail": detail}, status_code=status)
+    return JSONResponse({"detail": _short(detail)}, status_code=status)
+
+
+def _short(detail: str) -> str:
+    """What is wrong, without most of a long text that it quotes."""
+    half = DETAIL_CHARACTERS // 2
+    return detail if len(detail) <= DETAIL_CHARACTERS else f"{detail[:half]} … {detail[-half:]}"
 
 
 def _refused(refusal: Refusal) -> Response:
-    body = {"detail": refusal.detail, **refusal.fields}
+    body = {"detail": _short(refusal.detail), **refusal.fields}
     return JSONResponse(body, status_code=refusal.status, headers=refusal.headers)
 
 
@@ -131,7 +137,7 @@ def _endpoint(op: Operation, state: State) -> Endpoint:
             response = Response(status_code=499)
         except Exception as error:
             logger.exception("%s failed", op.name)
-            response = _error(500, f"internal error: {type(error).__name__}")
+            response = _error(500, internal(error))
         owner = account.owner if account else None
         state.metrics.observe(op.name, op.method, response.status_code, time.perf_counter() - began, owner)
         return response
@@ -227,7 +233,10 @@ async def _authorize(request: Request, state: State) -> Account:
 
 def _is_here(place: str | None) -> bool:
     """Whether a Host or Origin header is absent or names this machine."""
-    return place is None or urlsplit(place if "//" in place else f"//{place}").hostname in LOOPBACK
+    try:
+        return place is None or urlsplit(place if "//" in place else f"//{place}").hostname in LOOPBACK
+    except ValueError:  # what is no address is none of this machine
+        return False
 
 
 async def _read(op: Operation, request: Request, state: State, account: Account) -> Call:
@@ -271,6 +280,8 @@ async def _read(op: Operation, request: Request, state: State, account: Account)
             if numbered is not None and await is_own(state, account.owner, "model_id", numbered[0]):
                 await spend_number(state, numbered, error.body, f"{op.name}: {error}")
         raise Refusal(400, f"{op.name}: {error}") from None
+    except codec.TooLarge as error:
+        raise Refusal(413, f"{op.name}: {error} (body_bytes)") from None
     except ValueError as error:
         raise Refusal(400, f"{op.name}: {error}") from None
 
@@ -285,7 +296,7 @@ class Unreadable(ValueError):
 
 async def _body(request: Request, limit: int) -> bytes:
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > limit:
+    if announced.isascii() and announced.isdigit() and (len(announced) > 18 or int(announced) > limit):
         raise Refusal(413, f"the body has {announced} bytes; the limit is {limit} (body_bytes)")
     chunks, size = [], 0
     async for chunk in request.stream():
