@@ -259,4 +259,9 @@ async def _follow(promise: Promise, work: Awaitable[Any]) -> None:
         promise.fail(str(error), RequestErrorCategory(error.category))
     except Exception as error:
         logger.exception("%s failed", promise.request_id)
-        promise.fail(f"internal error: {type(error).__name__}: {error}", RequestErrorCategory.Server)
+        promise.fail(internal(error), RequestErrorCategory.Server)
+
+
+def internal(error: Exception) -> str:
+    """What callers are told of a fault of the server: its words are for the log, they may hold anything."""
+    return f"internal error: {type(error).__name__}"
