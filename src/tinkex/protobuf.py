@@ -34,7 +34,8 @@ PACKAGE = "tinker_public"
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 STOP, LENGTH = 0, 1
 Buffer: TypeAlias = bytes | memoryview
-MAX_DATUMS = 1 << 24
+MAX_DATUMS = 1 << 20
+"""Most datums of one result: those without a tensor cost its sender nothing, and its reader memory."""
 
 ENUMS: dict[str, list[str]] = {
     "StopReason": ["STOP", "LENGTH"],
@@ -488,7 +489,7 @@ def _get_batch(source: Any, name: str) -> list[TensorData]:
     width = 2 if source.dtype == BFLOAT16 else 4 if source.dtype in (FLOAT32, INT32) else 8
     offsets = unpacked(source.offsets, "int64", f"offsets of result field {name!r}")
     bounds = (offsets // width).tolist()
-    if not bounds or bounds[-1] > values.size or any(a > b for a, b in pairwise(bounds)):
+    if not bounds or bounds[0] < 0 or bounds[-1] > values.size or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"malformed protobuf: offsets of result field {name!r}")
     dtype = "float32" if values.dtype == np.float32 else "int64"
     trailing = list(source.trailing_shape)
