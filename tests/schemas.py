@@ -19,8 +19,35 @@ Place: TypeAlias = tuple[str | int, ...]
 RAW = "@raw:"
 DEEP = RAW + "[" * 400 + "]" * 400
 DEEP_OBJECT = RAW + '{"a":' * 400 + "1" + "}" * 400
-TEXTS = ["", " ", "\x00", "é\u202e😀", "../../etc/passwd", "'; DROP TABLE runs; --", "x" * 5000, "a:b:c", "tinker://a/b/c"]
-WHOLE = [0, 1, -1, 2, 255, 256, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), -(2**63) - 1, 10**30, 10**400]
+TEXTS = [
+    "",
+    " ",
+    "\x00",
+    "é\u202e😀",
+    "../../etc/passwd",
+    "'; DROP TABLE runs; --",
+    "x" * 5000,
+    "a:b:c",
+    "tinker://a/b/c",
+]
+WHOLE = [
+    0,
+    1,
+    -1,
+    2,
+    255,
+    256,
+    2**31 - 1,
+    2**31,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64,
+    -(2**63),
+    -(2**63) - 1,
+    10**30,
+    10**400,
+]
 REAL = [0.0, -0.0, 0.5, -1.5, 1e-320, 1e308, -1e308, f"{RAW}1e400", f"{RAW}-1E+999", f"{RAW}1e-999"]
 KNOWN: dict[str, list[str]] = {
     "session_id": ["@session"],
@@ -54,7 +81,7 @@ def anything() -> st.SearchStrategy[Json]:
         st.sampled_from(WHOLE),
         st.sampled_from(REAL),
         st.sampled_from([*TEXTS, DEEP, DEEP_OBJECT]),
-        st.text(st.characters(exclude_categories=("Cs",)), max_size=8),
+        st.text(st.characters(codec="utf-8"), max_size=8),
     )
     return st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_names(), inner, max_size=3))
 
@@ -72,16 +99,16 @@ def values(schema: Json, document: Json, name: str = "", depth: int = 0) -> st.S
         return st.one_of([values(one, document, name, depth) for one in schema["anyOf"]])
     if "enum" in schema or "const" in schema:
         return st.sampled_from(schema.get("enum") or [schema["const"]])
-    known = st.sampled_from(KNOWN[name]) if name in KNOWN else st.nothing()
+    known = KNOWN.get(name, []) * 12
     match schema.get("type"):
         case "string" if "format" in schema:
             return st.sampled_from(["2026-07-13T00:00:00Z", "0001-01-01T00:00:00+14:00", "9999-12-31", "2026-07-13"])
         case "string" if schema.get("contentEncoding") == "base64":
             return st.sampled_from(["", "AAAA", "iVBORw0KGgo=", "/gABAg==", "*"])
         case "string":
-            return known | known | st.sampled_from(TEXTS)
+            return st.sampled_from([*known, *TEXTS])
         case "integer":
-            return known | known | st.sampled_from(WHOLE) | st.integers(0, 300)
+            return st.sampled_from([*known, *WHOLE, *range(20)])
         case "number":
             return st.integers(0, 300) | st.sampled_from(REAL) | st.floats(allow_nan=False, allow_infinity=False)
         case "boolean":
@@ -89,7 +116,9 @@ def values(schema: Json, document: Json, name: str = "", depth: int = 0) -> st.S
         case "null":
             return st.none()
         case "array":
-            return st.lists(values(schema["items"], document, name, depth + 1), max_size=3) if "items" in schema else ANY
+            return (
+                st.lists(values(schema["items"], document, name, depth + 1), max_size=3) if "items" in schema else ANY
+            )
         case "object":
             return _objects(schema, document, name, depth)
     return ANY

@@ -95,7 +95,7 @@ def test_it_is_well_formed(document: dict[str, Any]) -> None:
     assert len(set(names)) == len(names)
     for where, value in parts(document["components"]["schemas"]):
         if isinstance(value, dict) and not where.endswith(("/properties", "/default")):
-            assert value.get("type", "object") in TYPES or "/properties/" in where and "type" in value, where
+            assert value.get("type", "object") in TYPES or ("/properties/" in where and "type" in value), where
             if isinstance(value.get("required"), list) and "properties" in value:
                 assert set(value["required"]) <= set(value["properties"]), where
 

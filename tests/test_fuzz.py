@@ -6,35 +6,46 @@ More examples than the few of every run: `FUZZ_EXAMPLES=2000 pytest -m slow test
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import dataclasses
 import functools
 import json
 import os
+import socket
+import sqlite3
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urlencode
+from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from schemas import ANY, KNOWN, TEXTS, Json, Place, breaks, broken, values, written
-from support import pass_json, sample_json
-from tinkex import codec
-from tinkex.engine import ADAMW, EngineError, Listener
+from schemas import DEEP, DEEP_OBJECT, TEXTS, Json, Place, breaks, broken, values, written
+from support import Wire, pass_json, sample_json, serving, step_json
+from tinkex import codec, protobuf
+from tinkex.engine import ADAMW, BaseModel, EngineError, Listener
 from tinkex.engine.fake import FakeEngine
 from tinkex.protocol import BY_NAME, OPERATIONS, PREFIX
 from tinkex.server.app import create_app
 from tinkex.server.description import describe
 from tinkex.server.state import Limits, State
+from tinkex.server.store import Store
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import AdamParams, LoraConfig, OptimizerConfigBase, OptimParams
 
-FEW = 8
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+FEW = 6
 MANY = int(os.environ.get("FUZZ_EXAMPLES", "300"))
 SECONDS = 5.0
 """No answer may take longer than this."""
@@ -58,7 +69,12 @@ class CheckedEngine(FakeEngine):
                 raise EngineError(f"datum {index}: model_input must be text, and not empty")
             for name, tensor in datum.loss_fn_inputs.items():
                 array = tensor.to_numpy()
-                if array.ndim != 1 or not np.isfinite(array).all() or (name == "target_tokens" and array.min() < 0):
+                if (
+                    array.ndim != 1
+                    or not array.size
+                    or not np.isfinite(array).all()
+                    or (name == "target_tokens" and array.min() < 0)
+                ):
                     raise EngineError(f"datum {index}: input {name!r} must be one finite number a token")
                 if name == "target_tokens" and array.dtype != np.int64:
                     raise EngineError(f"datum {index}: input {name!r} must be integers")
@@ -368,8 +384,9 @@ GOOD: dict[str, Json] = {
 SAME_AS: dict[str, tuple[str, ...]] = {
     "seq_id": ("request number",),
     "model_seq_id": ("model",),
+    "custom_loss_seq_id": ("request number",),
     "path": ("checkpoint",),
-    "tinker_path": ("checkpoint",),
+    "tinker_path": ("checkpoint", "kind"),
     "source_path": ("checkpoint",),
     "model_path": ("checkpoint",),
     "loss_fn": ("loss",),
@@ -384,6 +401,9 @@ SAME_AS: dict[str, tuple[str, ...]] = {
     "signature": ("signed",),
 }
 """What a message may say instead of a field's name."""
+
+WHOLE_BODY = ("malformed", "body", "content encoding", "protobuf", "expected `object`")
+"""What is said where no field is wrong, but all of it."""
 
 
 def said(message: str, names: Sequence[str]) -> bool:
@@ -428,7 +448,13 @@ class Request:
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-ADDRESS = {"session_id": "@session", "sampler_id": "@sampler", "training_run_id": "@model", "kind": "weights", "name": "w"}
+ADDRESS = {
+    "session_id": "@session",
+    "sampler_id": "@sampler",
+    "training_run_id": "@model",
+    "kind": "weights",
+    "name": "w",
+}
 
 
 def ask(subject: Subject, request: Request, names: Sequence[str] = ()) -> Heard:
@@ -455,7 +481,9 @@ def ask(subject: Subject, request: Request, names: Sequence[str] = ()) -> Heard:
         if not spent:  # the number of a refused request is spent: nothing behind it waits for it
             assert subject.digest() == before
         if heard.status in (400, 413) and names:
-            assert said(detail, [*names, "malformed", "body", "content encoding"]), (detail, names)
+            # Where a place is within what has no fixed names, the way there is told.
+            told = [*names, *WHOLE_BODY, *(["at `$."] if "[...]" in detail else [])]
+            assert said(detail, told), (detail, names)
     elif op.result is not None:
         outcome = subject.result(heard.json["request_id"])
         if "error" in outcome:
@@ -474,8 +502,8 @@ def examples(count: int) -> Callable[[Any], Any]:
         max_examples=count,
         deadline=None,
         database=None,
-        derandomize=count == FEW,
-        phases=(Phase.explicit, Phase.generate) if count == FEW else tuple(Phase),
+        derandomize=count <= 6 * FEW,
+        phases=(Phase.explicit, Phase.generate) if count <= 6 * FEW else tuple(Phase),
         suppress_health_check=list(HealthCheck),
     )
 
@@ -504,8 +532,7 @@ def test_every_operation_with_a_body_has_a_good_one() -> None:
 def check_broken(subject: Subject, name: str, how: tuple[Place, Json]) -> None:
     place, wrong = how
     names = [step for step in place if isinstance(step, str)]
-    holders = {"weights", "target_tokens", "loss_fn_inputs"}
-    ask(subject, Request(name, body=broken(GOOD[name], place, wrong)), [n for n in names[-2:] if n not in holders] or names)
+    ask(subject, Request(name, body=broken(GOOD[name], place, wrong)), names[-3:])
 
 
 @pytest.mark.parametrize("name", [name for name in BODIED if GOOD[name]])
@@ -534,17 +561,20 @@ def shaped(draw: st.DrawFn, name: str) -> Request:
     """A request of the shape that the description gives, with odd values."""
     op = BY_NAME[name]
     described = DOCUMENT["paths"][f"{PREFIX}/{op.path}"][op.method.lower()]
-    path, query = {}, {}
+    path: dict[str, str] = {}
+    query: dict[str, str] = {}
     for parameter in described.get("parameters", ()):
-        known = st.sampled_from(KNOWN.get(parameter["name"], ["@session"]))
-        odd = values(parameter["schema"], DOCUMENT, parameter["name"]) | st.sampled_from(TEXTS) | st.sampled_from(NUMERALS)
-        if parameter["in"] == "path":
-            path[parameter["name"]] = str(draw(known | known | odd)) or "x"
-        elif parameter["in"] == "query" and (parameter["required"] or draw(st.booleans())):
-            query[parameter["name"]] = str(draw(odd))
-    body = b""
+        parts = path if parameter["in"] == "path" else query
+        if parameter["in"] != "header" and (parameter["required"] or draw(st.booleans())):
+            fitting = values(parameter["schema"], DOCUMENT, parameter["name"])
+            odd = st.sampled_from([*TEXTS, *NUMERALS])
+            parts[parameter["name"]] = str(draw(fitting if draw(st.integers(0, 3)) else odd)) or "x"
+    body: Json = b""
     if "requestBody" in described:
         body = draw(values(described["requestBody"]["content"][codec.JSON]["schema"], DOCUMENT))
+        if draw(st.booleans()):  # most of a good one, and some of this
+            kept = [field for field in sorted(body) if draw(st.integers(0, 3)) == 0]
+            body = {**GOOD[name], **{field: body[field] for field in kept}}
     return Request(name, path, query, body)
 
 
@@ -565,3 +595,415 @@ def test_odd_values_in_the_right_shape_do_no_harm(subject: Subject, name: str, d
 @given(data=st.data())
 def test_many_odd_values_in_the_right_shape(subject: Subject, name: str, data: st.DataObject) -> None:
     ask(subject, data.draw(shaped(name)))
+
+
+# ── not even JSON ────────────────────────────────────────────────────────────────────────────────────────────────
+
+TYPES = [codec.JSON, codec.PROTOBUF, "text/plain", "", "application/json; charset=utf-16", "*/*", "é\x00"]
+ENCODINGS = ["", "identity", "zstd", "gzip", "zstd, zstd", "ZSTD"]
+
+
+def lying_frame(size: int) -> bytes:
+    """A zstd frame that says it holds so many bytes, and holds one."""
+    return b"\x28\xb5\x2f\xfd\xe0" + size.to_bytes(8, "little") + b"\x0b\x00\x00x"
+
+
+@st.composite
+def malformed(draw: st.DrawFn, name: str) -> Request:
+    """A request whose bytes are not what its headers say, or nothing at all."""
+    text = written(GOOD[name])
+    where = draw(st.integers(0, len(text)))
+    frame = zstd.compress(text)
+    body = draw(
+        st.sampled_from(
+            [
+                text[:where],
+                text[:where] + b"\xff" + text[where:],
+                text[:where] + b"\x00" + text[where + 1 :],
+                text.decode().encode("utf-16"),
+                text + text,
+                b"\xef\xbb\xbf" + text,
+                b"[" * 100_000,
+                b'{"a":' * 100_000,
+                b'{"type": "\\ud800"}',
+                b"null",
+                b"[]",
+                b"0",
+                frame,
+                frame[: where % len(frame)],
+                frame + frame,
+                frame[:4] + bytes([draw(st.integers(0, 255))]) + frame[5:],
+                lying_frame(2**62),
+                lying_frame(0),
+                lying_frame(1000),
+                zstd.compress(bytes(LIMITS.body_bytes + 1)),
+            ]
+        )
+        | st.binary(max_size=64)
+    )
+    headers = {
+        "content-type": draw(st.sampled_from(TYPES)),
+        "content-encoding": draw(st.sampled_from(ENCODINGS)),
+        "accept": draw(st.sampled_from(TYPES)),
+    }
+    return Request(name, body=body, headers={key: value for key, value in headers.items() if value})
+
+
+@pytest.mark.parametrize("name", BODIED)
+@examples(FEW)
+@given(data=st.data())
+def test_bytes_that_are_no_message_are_refused(subject: Subject, name: str, data: st.DataObject) -> None:
+    ask(subject, data.draw(malformed(name)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", BODIED)
+@examples(MANY)
+@given(data=st.data())
+def test_many_bytes_that_are_no_message(subject: Subject, name: str, data: st.DataObject) -> None:
+    ask(subject, data.draw(malformed(name)))
+
+
+# ── protobuf ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> Callable[[str], bytes]:
+    """A pass as protobuf with something wrong in it, for whatever run."""
+    shape = draw(st.lists(st.sampled_from([0, 1, 3, 2**16, 2**40, 2**62]), max_size=3))
+    tokens, dtype = draw(st.binary(max_size=16)), draw(st.sampled_from([0, 1, 2, 3, 4, 77]))
+    values = draw(st.sampled_from([b"", bytes(3), bytes(12), bytes(24), b"\xff" * 24]))
+    at, what = draw(st.integers(1, 200)), draw(st.sampled_from([b"", b"\xff", b"\x7f\x00"]))
+
+    def made(model_id: str) -> bytes:
+        wire = protobuf.message("ForwardBackwardRequest")(model_id=model_id, loss_fn="cross_entropy")
+        datum = wire.data.add()
+        datum.model_input.add().encoded_text.tokens = tokens
+        tensor = datum.loss_fn_inputs["target_tokens"]
+        tensor.dense, tensor.dtype = values, dtype
+        tensor.shape.extend(shape)
+        data = bytes(wire.SerializeToString())
+        start = len(model_id) + 2  # the run's name stays as it is
+        return data[: start + at] + what + data[start + at + len(what) :]
+
+    return made
+
+
+def check_damaged(subject: Subject, made: Callable[[str], bytes]) -> None:
+    subject.settle()
+    body = made(subject.names["@model"])
+    names = [*fields("forward_backward"), "model input"]
+    ask(subject, Request("forward_backward", body=body, headers={"content-type": codec.PROTOBUF}), names)
+
+
+@examples(6 * FEW)
+@given(made=damaged())
+def test_a_damaged_pass_in_protobuf_is_refused_or_fails_by_name(subject: Subject, made: Callable[[str], bytes]) -> None:
+    check_damaged(subject, made)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@examples(20 * MANY)
+@given(made=damaged())
+def test_many_damaged_passes_in_protobuf(subject: Subject, made: Callable[[str], bytes]) -> None:
+    check_damaged(subject, made)
+
+
+# ── what was found ───────────────────────────────────────────────────────────────────────────────────────────────
+
+LONG = "9" * 5000
+FOUND: dict[str, tuple[Request, str]] = {
+    "a number that no journal holds": (Request("optim_step", body=GOOD["optim_step"] | {"seq_id": 10**30}), "seq_id"),
+    "a number that no file's name holds": (
+        Request("create_model", body=GOOD["create_model"] | {"model_seq_id": 10**400}),
+        "model_seq_id",
+    ),
+    "a lifetime that cannot be written as JSON again": (
+        Request("save_weights_for_sampler", body=GOOD["save_weights_for_sampler"] | {"ttl_seconds": 2**70}),
+        "ttl_seconds",
+    ),
+    "a seed that no engine takes": (
+        Request("asample", body=GOOD["asample"] | {"sampling_params": {"max_tokens": 1, "seed": 2**70}}),
+        "seed",
+    ),
+    "metadata that recursion does not get through": (
+        Request("create_session", body={"user_metadata": {"a": DEEP_OBJECT}}),
+        "user_metadata",
+    ),
+    "metadata of a run, as deep": (
+        Request("create_model", body=GOOD["create_model"] | {"user_metadata": {"a": DEEP}}),
+        "user_metadata",
+    ),
+    "a number out of range where text belongs": (
+        Request("client_config", body={"sdk_version": "@raw:1e999"}),
+        "sdk_version",
+    ),
+    "a page of more digits than Python reads": (Request("list_sessions", query={"limit": LONG}), "limit"),
+    "an hour before all years": (
+        Request("get_billing_usage", query={"starting_on": "0001-01-01T00:00:00+14:00", "ending_before": "2026-01-01"}),
+        "starting_on",
+    ),
+    "too many days": (
+        Request("get_billing_usage", query={"starting_on": "2026-01-01", "ending_before": "9999-12-31"}),
+        "ending_before",
+    ),
+    "more conditions than a query may have": (
+        Request("search_sessions", body={"user_metadata": {str(number): "x" for number in range(3000)}}),
+        "user_metadata",
+    ),
+    "more statuses than a query may have": (
+        Request("search_sessions", body={"statuses": [{"type": "active"}] * 3000}),
+        "statuses",
+    ),
+    "a target that int64 does not hold": (
+        Request("forward_backward", body=pass_json("@model", None, target_tokens=[1e308, 1, 1])),
+        "target_tokens",
+    ),
+    "a target that would wrap around": (
+        Request(
+            "forward_backward", body=pass_json("@model", None, target_tokens={"data": [2**63] * 3, "dtype": "int64"})
+        ),
+        "target_tokens",
+    ),
+    "a weight that float32 does not hold": (
+        Request("forward_backward", body=pass_json("@model", None, weights={"data": [1e308] * 3, "dtype": "float32"})),
+        "weights",
+    ),
+    "a shape of an empty tensor that no array has": (
+        Request(
+            "forward_backward",
+            body=pass_json("@model", None, weights={"data": [], "dtype": "float32", "shape": [0, 2**62]}),
+        ),
+        "shape",
+    ),
+    "a shape of more dimensions than an array has": (
+        Request(
+            "forward_backward",
+            body=pass_json("@model", None, weights={"data": [1.0], "dtype": "float32", "shape": [1] * 100}),
+        ),
+        "shape",
+    ),
+    "a kind of chunk that is a list": (
+        Request("asample", body=GOOD["asample"] | {"prompt": {"chunks": [{"tokens": [1], "type": []}]}}),
+        "chunks",
+    ),
+    "a sample of nothing": (
+        Request("asample", body=GOOD["asample"] | {"sampling_session_id": None}),
+        "sampling_session_id",
+    ),
+    "a length that is no number": (Request("telemetry", body=b"{}", headers={"content-length": "²"}), "events"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_is_refused_by_name(subject: Subject, name: str) -> None:
+    request, field = FOUND[name]
+    heard = ask(subject, request)
+    assert heard.status == 400, heard
+    assert field in heard.json["detail"]
+
+
+@pytest.mark.parametrize("length", ["9" * 18, LONG])
+def test_a_length_beyond_all_limits_is_refused_before_the_body_is_read(subject: Subject, length: str) -> None:
+    heard = ask(subject, Request("telemetry", body=b"{}", headers={"content-length": length}))
+    assert heard.status == 413
+    assert "body_bytes" in heard.json["detail"]
+
+
+def test_a_frame_that_says_it_is_too_large_is_refused_as_such(subject: Subject) -> None:
+    heard = ask(subject, Request("telemetry", body=lying_frame(2**62), headers={"content-encoding": "zstd"}))
+    assert heard.status == 413
+    assert "body_bytes" in heard.json["detail"]
+
+
+def test_a_long_name_is_not_said_back_in_full(subject: Subject) -> None:
+    heard = ask(subject, Request("get_info", body={"model_id": "x" * 100_000}))
+    assert heard.status == 404
+    assert len(heard.body) < 5000
+
+
+@pytest.mark.parametrize("header", ["host", "origin"])
+@pytest.mark.parametrize("place", ["[", "[::1", "http://[", "example.com", "//"])
+def test_an_address_that_is_none_is_not_of_this_machine(subject: Subject, header: str, place: str) -> None:
+    for path in (f"{PREFIX}/healthz", "/metrics"):
+        heard = subject.send("GET", path, b"", **{header: place})
+        assert heard.status == 403
+        assert header in heard.json["detail"]
+
+
+@pytest.mark.parametrize("path", ["/traces/x.json", f"{PREFIX}/downloads/a/weights/b/c"])
+@pytest.mark.parametrize("expires", ["", LONG, "²", "-1", "1e9"])
+def test_a_link_with_an_odd_time_is_not_signed(subject: Subject, path: str, expires: str) -> None:
+    heard = subject.send("GET", f"{path}?{urlencode({'expires': expires, 'signature': 'é'})}")
+    assert heard.status == 403
+    assert "signed" in heard.json["detail"]
+
+
+def token(said: str) -> str:
+    return f"eyJ9.{base64.urlsafe_b64encode(said.encode()).decode()}.AAAA"
+
+
+TOKENS = [
+    token('{"sub": "tml:user:a", "key": 1e999, "exp": 1}'),
+    token('{"sub": "tml:user:a", "key": 1, "exp": 1' + "0" * 400 + "}"),
+    token("[" * 5000),
+    token('{"sub": 1}'),
+    token("[]"),
+    "eyJ",
+    "eyJ.é.é",
+    "eyJ.\xff.",
+    "tml-é\x00",
+]
+
+
+def test_odd_keys_and_tokens_are_not_known(tmp_path: Path) -> None:
+    subject = Subject(tmp_path, options={"api_key": "tml-secret"})
+    try:
+        before = subject.digest()
+        for key in TOKENS:
+            heard = subject.send("GET", f"{PREFIX}/healthz", x_api_key=key)
+            assert heard.status == 403, (key[:80], heard)
+        assert subject.digest() == before
+    finally:
+        subject.close()
+
+
+# ── over a socket ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def raw(url: str, data: bytes, *, hang_up: bool = False) -> bytes:
+    """What a server says to some bytes before it closes the connection, or a second has passed."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=1) as connection:
+        connection.sendall(data)
+        if hang_up:
+            return b""
+        heard = b""
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            while part := connection.recv(65536):
+                heard += part
+        return heard
+
+
+def head(path: str, *headers: str) -> bytes:
+    return "\r\n".join([f"POST {PREFIX}/{path} HTTP/1.1", "Host: 127.0.0.1", *headers, "", ""]).encode()
+
+
+def test_lies_about_lengths_and_half_sent_requests_do_no_harm(tmp_path: Path) -> None:
+    with serving(CheckedEngine(), tmp_path, limits=LIMITS) as url:
+        wire = Wire(url)
+        model = wire.model()
+        body = json.dumps(step_json(model, 1)).encode()
+        runs = tmp_path / "runs"
+        before = {path: path.stat().st_size for path in runs.rglob("*")}
+        json_type = f"Content-Type: {codec.JSON}"
+        refused = [
+            (head("optim_step", json_type, "Content-Length: 10", "Connection: close") + body, b" 400 "),
+            (head("optim_step", json_type, f"Content-Length: {2**40}", "Connection: close") + body, b" 413 "),
+            (head("optim_step", json_type, "Content-Length: -1") + body, b" 400 "),
+            (head("optim_step", json_type, "Content-Length: 5", "Content-Length: 6") + body, b" 400 "),
+            (head("optim_step", "Transfer-Encoding: chunked") + b"zz\r\n" + body, b" 400 "),
+            (b"\x16\x03\x01 not HTTP\r\n\r\n", b" 400 "),
+        ]
+        for data, status in refused:
+            assert status in raw(url, data).partition(b"\r\n")[0], data[:200]
+        for data in (
+            head("optim_step", json_type, f"Content-Length: {len(body) + 10}") + body,
+            head("optim_step", "Transfer-Encoding: chunked") + b"5\r\n" + body[:3],
+            head("optim_step", json_type, "Expect: 100-continue", f"Content-Length: {len(body)}"),
+            head("optim_step", json_type, f"Content-Length: {len(body)}")[:-3],
+        ):
+            raw(url, data, hang_up=True)
+        assert {path: path.stat().st_size for path in runs.rglob("*")} == before
+        assert "error" not in wire.run("optim_step", step_json(model, 1))  # the number is still free
+
+
+# ── genuine faults ───────────────────────────────────────────────────────────────────────────────────────────────
+
+SECRET = "tml-do-not-tell"
+
+
+class BrokenEngine(CheckedEngine):
+    """Fails in a way that nobody foresaw, once it is told to."""
+
+    broken = False
+
+    def models(self) -> Sequence[BaseModel]:
+        self._break()
+        return super().models()
+
+    def optim_step(self, adapter: str, params: OptimParams) -> dict[str, float]:
+        self._break()
+        return super().optim_step(adapter, params)
+
+    def sample_start(self, *args: Any, **options: Any) -> None:
+        self._break()
+        super().sample_start(*args, **options)
+
+    def _break(self) -> None:
+        if self.broken:
+            raise RuntimeError(f"the device said {SECRET}")
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Iterator[Subject]:
+    made = Subject(tmp_path, BrokenEngine())
+    made.settle()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the whole of it."""
+    records = [record for record in caplog.records if record.exc_info]
+    assert len(records) == 1
+    assert records[0].levelname == "ERROR"
+    assert SECRET in caplog.text
+    assert "_break" in caplog.text
+
+
+def test_a_fault_of_an_engine_is_a_500_and_logged(faulty: Subject, caplog: pytest.LogCaptureFixture) -> None:
+    faulty.engine.broken = True  # type: ignore[attr-defined]
+    heard = faulty.send("GET", f"{PREFIX}/get_server_capabilities")
+    assert (heard.status, heard.json) == (500, {"detail": "internal error: RuntimeError"})
+    logged(caplog)
+
+
+def test_a_fault_of_a_store_is_a_500_and_logged(
+    faulty: Subject, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BrokenStore(Store):
+        def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+            return self._break()
+
+        def _break(self) -> list[sqlite3.Row]:
+            raise ValueError(f"not what was asked for, but {SECRET}")  # no kind of error makes a fault the caller's
+
+    monkeypatch.setattr(faulty.state.store, "__class__", BrokenStore)
+    heard = faulty.send("GET", f"{PREFIX}/sessions")
+    assert (heard.status, heard.json) == (500, {"detail": "internal error: ValueError"})
+    logged(caplog)
+
+
+def test_a_fault_in_band_is_of_the_server_and_logged(faulty: Subject, caplog: pytest.LogCaptureFixture) -> None:
+    faulty.engine.broken = True  # type: ignore[attr-defined]
+    taken = faulty.post("optim_step", faulty.filled(GOOD["optim_step"]))
+    assert faulty.result(taken["request_id"]) == {"error": "internal error: RuntimeError", "category": "server"}
+    logged(caplog)
+
+
+def test_a_fault_in_a_stream_is_of_the_server_and_logged(faulty: Subject, caplog: pytest.LogCaptureFixture) -> None:
+    body = written(faulty.filled({**GOOD["stream_sample"]}))
+    faulty.post("asample", faulty.filled(GOOD["asample"]))  # the weights are there
+    faulty.run(faulty.calm())
+    faulty.engine.broken = True  # type: ignore[attr-defined]
+    heard = faulty.send("POST", f"{PREFIX}/stream_sample", body)
+    assert heard.status == 200
+    assert SECRET not in heard.body.decode()
+    event = json.loads(heard.body.decode().partition("data: ")[2].partition("\n")[0])
+    assert event == {"error": "internal error: RuntimeError", "category": "server", "event_type": "error"}
+    logged(caplog)

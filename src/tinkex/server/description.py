@@ -65,7 +65,9 @@ WIRED: dict[str, Schema] = {
     "EncodedTextChunk": _object("tokens", tokens=_list(TOKEN), type={"const": "encoded_text"}),
     "ModelInput": _object(
         "chunks",
-        chunks=_list({"anyOf": [_ref(f"{name}Chunk") for name in ("EncodedText", "Image", "ImageAssetPointer", "Dmel")]}),
+        chunks=_list(
+            {"anyOf": [_ref(f"{name}Chunk") for name in ("EncodedText", "Image", "ImageAssetPointer", "Dmel")]}
+        ),
     ),
     "TensorData": _object(
         "data dtype",
