@@ -32,6 +32,7 @@ from support import Wire, pass_json, sample_json, serving, step_json
 from tinkex import codec, protobuf
 from tinkex.engine import ADAMW, BaseModel, EngineError, Listener
 from tinkex.engine.fake import FakeEngine
+from tinkex.exchanges import REDACTED
 from tinkex.protocol import BY_NAME, OPERATIONS, PREFIX
 from tinkex.server.app import create_app
 from tinkex.server.description import describe
@@ -923,6 +924,7 @@ def test_lies_about_lengths_and_half_sent_requests_do_no_harm(tmp_path: Path) ->
 # ── genuine faults ───────────────────────────────────────────────────────────────────────────────────────────────
 
 SECRET = "tml-do-not-tell"
+TOLD = f"internal error: RuntimeError: the device said {REDACTED}"
 
 
 class BrokenEngine(CheckedEngine):
@@ -992,7 +994,7 @@ def test_a_fault_of_a_store_is_a_500_and_logged(
 def test_a_fault_in_band_is_of_the_server_and_logged(faulty: Subject, caplog: pytest.LogCaptureFixture) -> None:
     faulty.engine.broken = True  # type: ignore[attr-defined]
     taken = faulty.post("optim_step", faulty.filled(GOOD["optim_step"]))
-    assert faulty.result(taken["request_id"]) == {"error": "internal error: RuntimeError", "category": "server"}
+    assert faulty.result(taken["request_id"]) == {"error": TOLD, "category": "server"}
     logged(caplog)
 
 
@@ -1005,5 +1007,5 @@ def test_a_fault_in_a_stream_is_of_the_server_and_logged(faulty: Subject, caplog
     assert heard.status == 200
     assert SECRET not in heard.body.decode()
     event = json.loads(heard.body.decode().partition("data: ")[2].partition("\n")[0])
-    assert event == {"error": "internal error: RuntimeError", "category": "server", "event_type": "error"}
+    assert event == {"error": TOLD, "category": "server", "event_type": "error"}
     logged(caplog)

@@ -27,7 +27,6 @@ from tinkex.server.admission import check_ownership, check_room, fail_in_band, i
 from tinkex.server.exports import download_route
 from tinkex.server.handlers import HANDLERS
 from tinkex.server.metrics import CONTENT_TYPE
-from tinkex.server.promises import internal
 from tinkex.server.records import misnamed_route
 from tinkex.server.results import encoding
 from tinkex.server.sessions import signed_trace, trace_path
@@ -137,7 +136,7 @@ def _endpoint(op: Operation, state: State) -> Endpoint:
             response = Response(status_code=499)
         except Exception as error:
             logger.exception("%s failed", op.name)
-            response = _error(500, internal(error))
+            response = _error(500, f"internal error: {type(error).__name__}")
         owner = account.owner if account else None
         state.metrics.observe(op.name, op.method, response.status_code, time.perf_counter() - began, owner)
         return response

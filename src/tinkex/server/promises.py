@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from tinkex import codec
 from tinkex.engine import EngineError
+from tinkex.redaction import Scrubber
 from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
 
 logger = logging.getLogger("tinkex.server")
@@ -25,6 +26,8 @@ JUST_READ = 60.0
 KEEP_UNREAD = 24 * 3600.0
 KEEP_GONE = 100_000
 """How many expired ids are told from unknown ones."""
+
+_scrubber = Scrubber()
 
 Target: TypeAlias = tuple[str, int]
 """A sampling session, and the number of one of its clients."""
@@ -263,5 +266,5 @@ async def _follow(promise: Promise, work: Awaitable[Any]) -> None:
 
 
 def internal(error: Exception) -> str:
-    """What callers are told of a fault of the server: its words are for the log, they may hold anything."""
-    return f"internal error: {type(error).__name__}"
+    """What is told in band of a fault of the server: a full disk is worth knowing of, a secret is not to be told."""
+    return f"internal error: {type(error).__name__}: {_scrubber.text(str(error))}"
