@@ -49,7 +49,7 @@ def test_the_server_has_these_routes_and_no_others(tmp_path: Path) -> None:
     assert len(app.routes) == len(named) + 2  # where signed addresses lead, and where misnamed checkpoints end up
     routes = {(route.path, *(route.methods or ())) for route in named}
     expected = {(f"{PREFIX}/{op.path}", op.method, *(["HEAD"] if op.method == "GET" else [])) for op in SERVED}
-    expected |= {(path, "GET", "HEAD") for path in ("/", "/metrics", "/traces/{session_id}.json")}
+    expected |= {(path, "GET", "HEAD") for path in ("/", "/metrics", "/openapi.json", "/traces/{session_id}.json")}
     assert {frozenset(route) for route in routes} == {frozenset(route) for route in expected}
 
 

@@ -137,7 +137,13 @@ def peek(data: bytes, content_type: str) -> tuple[str, int] | None:
             model_id, seq_id = wire["model_id"], wire["seq_id"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return (model_id, seq_id) if isinstance(model_id, str) and isinstance(seq_id, int) and seq_id > 0 else None
+    # A number that no request can have is nobody's, and not spent.
+    is_number = type(seq_id) is int and 0 < seq_id < 1 << 63
+    return (model_id, seq_id) if isinstance(model_id, str) and is_number else None
+
+
+class TooLarge(ValueError):
+    """A compressed body that would grow beyond what is allowed."""
 
 
 def decompress(data: bytes, encoding: str | None, limit: int = MAX_BODY) -> bytes:
@@ -149,13 +155,13 @@ def decompress(data: bytes, encoding: str | None, limit: int = MAX_BODY) -> byte
     try:
         size = zstd.get_frame_info(data).decompressed_size
         if size is not None and size > limit:
-            raise ValueError(f"the body would take {size} bytes decompressed; the limit is {limit}")
+            raise TooLarge(f"the body would take {size} bytes decompressed; the limit is {limit}")
         decompressor = zstd.ZstdDecompressor()
         plain = decompressor.decompress(data, max_length=limit + 1)
     except zstd.ZstdError as error:
         raise ValueError(f"malformed zstd body: {error}") from None
     if len(plain) > limit:
-        raise ValueError(f"the body takes more than {limit} bytes decompressed")
+        raise TooLarge(f"the body takes more than {limit} bytes decompressed")
     if not decompressor.eof or decompressor.unused_data:
         raise ValueError("malformed zstd body: it is truncated, or more than one frame")
     return plain

@@ -76,7 +76,8 @@ class Pieces:
             yield b"".join(held)
 
 
-MAX_DATUMS = 1 << 24
+MAX_DATUMS = 1 << 20
+"""Most datums of one result: those without a tensor cost its sender nothing, and its reader memory."""
 
 ENUMS: dict[str, list[str]] = {
     "StopReason": ["STOP", "LENGTH"],
@@ -533,7 +534,7 @@ def _get_batch(source: Any, name: str) -> list[TensorData]:
     width = 2 if source.dtype == BFLOAT16 else 4 if source.dtype in (FLOAT32, INT32) else 8
     offsets = unpacked(source.offsets, "int64", f"offsets of result field {name!r}")
     bounds = (offsets // width).tolist()
-    if not bounds or bounds[-1] > values.size or any(a > b for a, b in pairwise(bounds)):
+    if not bounds or bounds[0] < 0 or bounds[-1] > values.size or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"malformed protobuf: offsets of result field {name!r}")
     dtype = "float32" if values.dtype == np.float32 else "int64"
     trailing = list(source.trailing_shape)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import contextlib
 import hashlib
 import hmac
@@ -201,7 +200,7 @@ class Accounts:
             said: dict[str, Any] = json.loads(_bytes(text.split(".")[1]))
             owner, key_id, expires = said["sub"].removeprefix(user_urn("")), int(said["key"]), float(said["exp"])
             given = _bytes(signature)
-        except (IndexError, KeyError, TypeError, ValueError, AttributeError, binascii.Error):
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
             raise unknown from None
         if not hmac.compare_digest(self.sign(text, key_id), given):  # of a kind that this server alone signs with
             raise unknown

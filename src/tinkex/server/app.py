@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -21,7 +21,7 @@ from tinkex._version import __version__
 from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
-from tinkex.server import revival
+from tinkex.server import description, revival
 from tinkex.server.accounts import Account
 from tinkex.server.admission import check_ownership, check_room, fail_in_band, is_own
 from tinkex.server.exports import download_route
@@ -41,6 +41,7 @@ from tinkex.types.training import UntypedAPIFuture
 logger = logging.getLogger("tinkex.server")
 
 OFF_LOOP_BYTES = 64_000
+DETAIL_CHARACTERS = 4_000
 
 
 def create_app(
@@ -80,15 +81,14 @@ def create_app(
             await state.meter.flush()
             state.store.close()
 
-    routes = [
-        Route(f"{PREFIX}/{op.path}", _endpoint(op, state), methods=[op.method], name=op.name)
-        for op in OPERATIONS
-        if op is RETRIEVE_FUTURE or op.name in HANDLERS  # what this server cannot do is not there, and 404 says so
-    ]
+    # What this server cannot do is not there, and 404 says so.
+    served = [op for op in OPERATIONS if op is RETRIEVE_FUTURE or op.name in HANDLERS]
+    routes = [Route(f"{PREFIX}/{op.path}", _endpoint(op, state), methods=[op.method], name=op.name) for op in served]
     routes += [
         download_route(state),
         misnamed_route(),
         Route("/", _front(state), name="front"),
+        Route(description.PATH, _description(op.name for op in served), name="openapi"),
         Route("/metrics", _metrics(state), name="metrics"),
         Route(trace_path("{session_id}"), _trace(state), name="trace"),
     ]
@@ -102,11 +102,17 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _error(status: int, detail: str) -> Response:
-    return JSONResponse({"detail": detail}, status_code=status)
+    return JSONResponse({"detail": _short(detail)}, status_code=status)
+
+
+def _short(detail: str) -> str:
+    """What is wrong, without most of a long text that it quotes."""
+    half = DETAIL_CHARACTERS // 2
+    return detail if len(detail) <= DETAIL_CHARACTERS else f"{detail[:half]} … {detail[-half:]}"
 
 
 def _refused(refusal: Refusal) -> Response:
-    body = {"detail": refusal.detail, **refusal.fields}
+    body = {"detail": _short(refusal.detail), **refusal.fields}
     return JSONResponse(body, status_code=refusal.status, headers=refusal.headers)
 
 
@@ -177,6 +183,15 @@ def _front(state: State) -> Endpoint:
     return front
 
 
+def _description(served: Iterable[str]) -> Endpoint:
+    names = frozenset(served)
+
+    async def openapi(request: Request) -> Response:
+        return Response(to_json(description.describe(names)), media_type=codec.JSON)
+
+    return openapi
+
+
 def _metrics(state: State) -> Endpoint:
     async def metrics(request: Request) -> Response:
         try:
@@ -217,7 +232,10 @@ async def _authorize(request: Request, state: State) -> Account:
 
 def _is_here(place: str | None) -> bool:
     """Whether a Host or Origin header is absent or names this machine."""
-    return place is None or urlsplit(place if "//" in place else f"//{place}").hostname in LOOPBACK
+    try:
+        return place is None or urlsplit(place if "//" in place else f"//{place}").hostname in LOOPBACK
+    except ValueError:  # what is no address is none of this machine
+        return False
 
 
 async def _read(op: Operation, request: Request, state: State, account: Account) -> Call:
@@ -261,6 +279,8 @@ async def _read(op: Operation, request: Request, state: State, account: Account)
             if numbered is not None and await is_own(state, account.owner, "model_id", numbered[0]):
                 await spend_number(state, numbered, error.body, f"{op.name}: {error}")
         raise Refusal(400, f"{op.name}: {error}") from None
+    except codec.TooLarge as error:
+        raise Refusal(413, f"{op.name}: {error} (body_bytes)") from None
     except ValueError as error:
         raise Refusal(400, f"{op.name}: {error}") from None
 
@@ -275,7 +295,7 @@ class Unreadable(ValueError):
 
 async def _body(request: Request, limit: int) -> bytes:
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > limit:
+    if announced.isascii() and announced.isdigit() and (len(announced) > 18 or int(announced) > limit):
         raise Refusal(413, f"the body has {announced} bytes; the limit is {limit} (body_bytes)")
     chunks, size = [], 0
     async for chunk in request.stream():

@@ -591,6 +591,8 @@ async def _sampler_of(state: State, call: Call, request: SampleRequest) -> Sampl
         most = state.limits.samples
         raise Refusal(400, f"num_samples must lie between 1 and {most} (the limit samples), got {request.num_samples}")
     if request.sampling_session_id is None:
+        if request.base_model is None and request.model_path is None:
+            raise Refusal(400, "a sample needs a sampling_session_id, a base_model or a model_path")
         base_model = await _source(state, call, request.base_model, request.model_path)
         return Sampler(f"direct:{uuid.uuid4()}", "direct", base_model, request.model_path, owner=call.owner)
     sampler = await asyncio.to_thread(state.store.sampler, request.sampling_session_id)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from tinkex import codec
 from tinkex.engine import EngineError
+from tinkex.redaction import Scrubber
 from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
 
 logger = logging.getLogger("tinkex.server")
@@ -25,6 +26,8 @@ JUST_READ = 60.0
 KEEP_UNREAD = 24 * 3600.0
 KEEP_GONE = 100_000
 """How many expired ids are told from unknown ones."""
+
+_scrubber = Scrubber()
 
 Target: TypeAlias = tuple[str, int]
 """A sampling session, and the number of one of its clients."""
@@ -259,4 +262,9 @@ async def _follow(promise: Promise, work: Awaitable[Any]) -> None:
         promise.fail(str(error), RequestErrorCategory(error.category))
     except Exception as error:
         logger.exception("%s failed", promise.request_id)
-        promise.fail(f"internal error: {type(error).__name__}: {error}", RequestErrorCategory.Server)
+        promise.fail(internal(error), RequestErrorCategory.Server)
+
+
+def internal(error: Exception) -> str:
+    """What is told in band of a fault of the server: a full disk is worth knowing of, a secret is not to be told."""
+    return f"internal error: {type(error).__name__}: {_scrubber.text(str(error))}"

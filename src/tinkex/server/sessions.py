@@ -116,9 +116,14 @@ async def list_sessions(state: State, call: Call) -> ListSessionsResponse:
 def whole_number(call: Call, name: str, default: int, least: int, most: int) -> int:
     """A number of the query."""
     text = call.query.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+    if not is_number(text) or not least <= int(text) <= most:
         raise Refusal(400, f"{name} must be a whole number from {least} to {most}, got {text!r}")
     return int(text)
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a whole number from 0 on; one that is longer than any that is meant is none."""
+    return text.isascii() and text.isdigit() and len(text) <= 18
 
 
 def _scope(call: Call) -> None:
@@ -235,7 +240,7 @@ def _write_trace(state: State, session: str) -> str:
 
 async def signed_trace(state: State, session: str, expires: str, signature: str) -> bytes:
     """The timeline behind a link, if the link is of this server and still good."""
-    moment = int(expires) if expires.isascii() and expires.isdigit() else 0
+    moment = int(expires) if is_number(expires) else 0
     if not hmac.compare_digest(_signature(state, session, moment).encode(), signature.encode()):
         raise Refusal(403, "this link is not signed by this server")
     if moment < time.time():

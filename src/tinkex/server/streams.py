@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinkex import codec
 from tinkex.engine import DrawnToken, EngineError, Listener
+from tinkex.server.promises import internal
 from tinkex.types.record import to_json
 from tinkex.types.sampling import SampleResponse
 
@@ -111,7 +112,7 @@ class SampleStream(Response):
             self._fail(str(error), error.category)
         except Exception as error:
             logger.exception("a stream of samples failed")
-            self._fail(f"internal error: {type(error).__name__}: {error}", "server")
+            self._fail(internal(error), "server")
         else:
             for index, sequence in enumerate(result.sequences):
                 if index not in self._ended:  # a sample of no tokens had none to tell its end with

@@ -304,7 +304,8 @@ async def get_billing_usage(state: State, call: Call) -> BillingUsageResponse:
     if end <= start:
         raise Refusal(400, "ending_before must be later than starting_on")
     if end - start > LONGEST:
-        raise Refusal(400, f"the span is {(end - start).days} days; the most that can be asked for is {LONGEST.days}")
+        days = (end - start).days
+        raise Refusal(400, f"from starting_on to ending_before are {days} days; the most is {LONGEST.days}")
     await state.meter.flush()
     rows = await asyncio.to_thread(
         state.store.rows,
@@ -338,9 +339,9 @@ def _hour(call: Call, name: str) -> dt.datetime:
         raise Refusal(400, f"{name} is missing: give a full hour such as 2026-07-13T00:00:00Z")
     try:
         moment = dt.datetime.fromisoformat(text)
-    except ValueError:
+        moment = moment.replace(tzinfo=dt.UTC) if moment.tzinfo is None else moment.astimezone(dt.UTC)
+    except (ValueError, OverflowError):  # in UTC, the first hours of the year 1 elsewhere are before all years
         raise Refusal(400, f"{name} is {text!r}; expected a time such as 2026-07-13T00:00:00Z") from None
-    moment = moment.replace(tzinfo=dt.UTC) if moment.tzinfo is None else moment.astimezone(dt.UTC)
     if (moment.minute, moment.second, moment.microsecond) != (0, 0, 0):
         raise Refusal(400, f"{name} is {text!r}; usage is kept by the hour: give a full hour, in UTC")
     return moment

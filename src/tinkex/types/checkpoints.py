@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from tinkex.types.forms import Stamped
-from tinkex.types.record import Record
+from tinkex.types.record import Int64, Record, check_depth
 from tinkex.types.training import AdamOptimizerConfig, OptimizerConfigBase
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
@@ -63,8 +63,8 @@ class SaveWeightsRequest(Record, frozen=True, kw_only=True):
 
     model_id: str
     path: str | None = None
-    seq_id: int | None = None
-    ttl_seconds: int | None = None
+    seq_id: Int64 | None = None
+    ttl_seconds: Int64 | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights"] = "save_weights"
@@ -86,9 +86,9 @@ class SaveWeightsForSamplerRequest(Record, frozen=True, kw_only=True):
 
     model_id: str
     path: str | None = None
-    sampling_session_seq_id: int | None = None
-    seq_id: int | None = None
-    ttl_seconds: int | None = None
+    sampling_session_seq_id: Int64 | None = None
+    seq_id: Int64 | None = None
+    ttl_seconds: Int64 | None = None
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
@@ -122,14 +122,17 @@ class LoadWeightsRequest(Record, frozen=True, kw_only=True):
     path: str
     optimizer: bool
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Int64 | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Int64 | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerConfigBase | None = None
     weights_access_token: str | None = None
     type: Literal["load_weights"] = "load_weights"
+
+    def __post_init__(self) -> None:
+        check_depth(self.user_metadata, "user_metadata")
 
 
 class LoadWeightsResponse(Record, frozen=True, kw_only=True):
@@ -163,8 +166,8 @@ class SaveWeightsExternalRequest(Record, frozen=True, kw_only=True):
 
     model_id: str
     path: str
-    seq_id: int | None = None
-    ttl_seconds: int | None = None
+    seq_id: Int64 | None = None
+    ttl_seconds: Int64 | None = None
     age_encryption_recipients: list[str] | None = None
     type: Literal["save_weights_external"] = "save_weights_external"
 
@@ -202,10 +205,10 @@ class CopyWeightsRequest(Record, frozen=True, kw_only=True):
     """Copy a checkpoint into a project."""
 
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Int64 | None = None
     destination_project_id: str | None = None
     source_path: str
-    ttl_seconds: int | None = None
+    ttl_seconds: Int64 | None = None
     weights_access_token: str | None = None
 
 
@@ -220,7 +223,7 @@ class SetCheckpointTtlRequest(Record, frozen=True, kw_only=True):
 
     SENT_AS_NULL: ClassVar[frozenset[str]] = frozenset({"ttl_seconds"})
 
-    ttl_seconds: int | None = None
+    ttl_seconds: Int64 | None = None
 
 
 class Cursor(Record, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
-from tinkex.types.record import Record
+from tinkex.types.record import Int64, Record, check_depth
 
 CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
 CustomLossNodeOp: TypeAlias = Literal[
@@ -32,6 +32,10 @@ class CustomLossNode(Record, frozen=True, kw_only=True):
     args: list[Any] = msgspec.field(default_factory=list)
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check_depth(self.args, "args")
+        check_depth(self.kwargs, "kwargs")
+
 
 class CustomLossGraph(Record, frozen=True, kw_only=True):
     """A traced loss as data: its steps in the order in which they run."""
@@ -44,7 +48,7 @@ class CreateCustomLossRequest(Record, frozen=True, kw_only=True):
     """Store a loss on the server; its first input is `logprobs`."""
 
     session_id: str
-    custom_loss_seq_id: int
+    custom_loss_seq_id: Int64
     name: str
     inputs: list[CustomLossInput]
     graph: CustomLossGraph

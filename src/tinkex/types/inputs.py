@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
 
 import numpy as np
 
-from tinkex.types.record import Fixed, Record, Wired, from_builtins, put, settle
+from tinkex.types.record import Fixed, Int64, Record, Wired, from_builtins, put, settle, whole
 from tinkex.types.tensors import Array, TensorData, TensorDtype, packed_list
 
 MAX_TOKEN = 2**31 - 1
@@ -125,7 +125,7 @@ class ImageChunk(_Blob, frozen=True, kw_only=True):
 
     data: bytes
     format: Literal["png", "jpeg"]
-    expected_tokens: int | None = None
+    expected_tokens: Int64 | None = None
     type: Literal["image"] = "image"
 
     @property
@@ -139,7 +139,7 @@ class ImageAssetPointerChunk(_Blob, frozen=True, kw_only=True):
 
     format: Literal["png", "jpeg"]
     location: str
-    expected_tokens: int | None = None
+    expected_tokens: Int64 | None = None
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
 
     @property
@@ -202,9 +202,10 @@ def _chunk(value: Any) -> ModelInputChunk:
         return cast("ModelInputChunk", value)
     if not isinstance(value, Mapping):
         raise ValueError(f"a chunk must be an object, got {type(value).__name__}")
-    kind = CHUNKS.get(value.get("type", "encoded_text"))
+    named = value.get("type", "encoded_text")
+    kind = CHUNKS.get(named) if isinstance(named, str) else None
     if kind is None:
-        raise ValueError(f"unknown chunk type {value.get('type')!r}; known are {', '.join(CHUNKS)}")
+        raise ValueError(f"unknown chunk type {named!r}; known are {', '.join(CHUNKS)}")
     if kind is EncodedTextChunk:
         if "tokens" not in value:
             raise ValueError("a text chunk needs tokens")
@@ -214,6 +215,13 @@ def _chunk(value: Any) -> ModelInputChunk:
         if name in fields:
             fields[name] = _bytes_of(fields[name], name)
     return cast("ModelInputChunk", from_builtins(kind, fields))
+
+
+def _chunk_at(index: int, value: Any) -> ModelInputChunk:
+    try:
+        return _chunk(value)
+    except ValueError as error:
+        raise ValueError(f"chunks[{index}]: {error}") from None
 
 
 class ModelInput(Fixed):
@@ -230,7 +238,7 @@ class ModelInput(Fixed):
     chunks: list[ModelInputChunk]
 
     def __init__(self, *, chunks: Sequence[ModelInputChunk | Mapping[str, Any]] = ()) -> None:
-        put(self, "chunks", [_chunk(chunk) for chunk in chunks])
+        put(self, "chunks", [_chunk_at(index, chunk) for index, chunk in enumerate(chunks)])
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | Array) -> Self:
@@ -371,10 +379,10 @@ SPARSE_INPUTS = frozenset({"target_tokens", "weights"})
 def _check_span(span: Any) -> None:
     name = type(span).__name__
     for field in ("length", "offset"):
-        if getattr(span, field) < 0:
+        if whole(getattr(span, field), f"{name}.{field}") < 0:
             raise ValueError(f"{name}.{field} must be >= 0, got {getattr(span, field)}")
-    if not span.sequence_id:
-        raise ValueError(f"{name}.sequence_id must not be empty")
+    if not isinstance(span.sequence_id, str) or not span.sequence_id:
+        raise ValueError(f"{name}.sequence_id must be a text, and not empty")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -530,11 +538,11 @@ class Datum(Wired):
         inputs = value.get("loss_fn_inputs") or {}
         if not isinstance(inputs, Mapping):
             raise ValueError("loss_fn_inputs must be an object")
-        tensors = {
-            name: TensorData.from_wire(tensor) if isinstance(tensor, Mapping) else tensor
-            for name, tensor in inputs.items()
-        }
-        model_input = ModelInput.model_validate(value["model_input"])
+        tensors = {name: _wired_tensor(name, tensor) for name, tensor in inputs.items()}
+        try:
+            model_input = ModelInput.model_validate(value["model_input"])
+        except ValueError as error:
+            raise ValueError(f"model_input: {error}") from None
         try:
             return cls(model_input, tensors, value.get("model_input_spans"), value.get("loss_fn_input_spans"))
         except TypeError as error:
@@ -554,6 +562,20 @@ class Datum(Wired):
 
     def __reduce__(self) -> Any:
         return (type(self), tuple(getattr(self, name) for name in self.FIELDS))
+
+
+def _wired_tensor(name: str, value: Any) -> TensorData:
+    """A tensor in its JSON form, or bare numbers."""
+    if not isinstance(value, Mapping):
+        try:
+            with np.errstate(over="raise", invalid="raise"):
+                return _input_tensor(name, value)
+        except FloatingPointError:
+            raise ValueError(f"loss_fn_inputs[{name!r}]: holds a number that its dtype cannot hold") from None
+    try:
+        return TensorData.from_wire(value)
+    except ValueError as error:
+        raise ValueError(f"loss_fn_inputs[{name!r}]: {error}") from None
 
 
 def _input_tensor(name: str, value: Any) -> TensorData:

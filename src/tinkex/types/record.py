@@ -12,11 +12,16 @@ import copy
 import datetime as dt
 import math
 from collections.abc import Container, Iterable, Mapping
-from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
 
 T = TypeVar("T")
+
+Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""A whole number that fits where numbers end up: in names of files, in journals, in a database."""
+DEEPEST = 64
+"""How deep a value may be nested that is passed on as it is."""
 
 
 def literal_values(kind: Any) -> tuple[Any, ...]:
@@ -178,8 +183,11 @@ def from_json(kind: type[T], body: bytes) -> T:
         return kind.from_wire(msgspec.json.decode(body))  # type: ignore[attr-defined,no-any-return]
     try:
         return msgspec.json.decode(body, type=kind, dec_hook=_decode_bulk)
-    except msgspec.ValidationError:
-        plain = msgspec.json.decode(body)
+    except msgspec.ValidationError as error:
+        try:
+            plain = msgspec.json.decode(body)
+        except ValueError:  # what is wrong is wrong of any kind; the first error knows where it is
+            raise error from None
         given = _without_nulls(kind, plain)
         if given == plain:
             raise
@@ -337,6 +345,17 @@ def whole(value: Any, name: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{name} must be an integer, got {type(value).__name__}")
     return int(value)
+
+
+def check_depth(value: Any, name: str) -> None:
+    """Refuse a value that is nested deeper than anyone can mean: others walk it by recursion."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        held = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, Mapping | list)]
+        level = [item for items in held for item in items]
+        if not level:
+            return
+    raise ValueError(f"{name} is nested more than {DEEPEST} deep")
 
 
 def _dump(value: Any, exclude_none: bool) -> Any:

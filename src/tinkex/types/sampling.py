@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 import numpy as np
 
 from tinkex.types.inputs import ModelInput
-from tinkex.types.record import Record, Wired, from_builtins, number, parse_literal, settle, whole
+from tinkex.types.record import Int64, Record, Wired, from_builtins, number, parse_literal, settle, whole
 from tinkex.types.tensors import Array, TensorData
 
 StopReason: TypeAlias = Literal["length", "stop"]
@@ -27,11 +27,11 @@ class SamplingParams(Record, frozen=True, kw_only=True):
         -1
     """
 
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str | int] | None = None
+    max_tokens: Int64 | None = None
+    seed: Int64 | None = None
+    stop: str | list[str | Int64] | None = None
     temperature: float = 1.0
-    top_k: int = -1
+    top_k: Int64 = -1
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
@@ -60,17 +60,17 @@ class SampleRequest(Record, frozen=True, kw_only=True):
 
     prompt: ModelInput
     sampling_params: SamplingParams
-    num_samples: int = 1
+    num_samples: Int64 = 1
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Int64 | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
+    topk_prompt_logprobs: Int64 = 0
+    topk_sample_logprobs: Int64 = 0
     target_prompt_logprobs: TensorData | None = None
-    prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
+    prompt_alt_tokens_k: Int64 = 0
+    prompt_logprobs_last_n: Int64 | None = None
     record_stability_info: bool | None = None
     type: Literal["sample"] = "sample"
 
@@ -376,7 +376,7 @@ class CreateSamplingSessionRequest(Record, frozen=True, kw_only=True):
     """Bind a sampler to a base model or a saved checkpoint."""
 
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Int64
     base_model: str | None = None
     model_path: str | None = None
     type: Literal["create_sampling_session"] = "create_sampling_session"

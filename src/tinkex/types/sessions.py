@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 import msgspec
 
 from tinkex.types.forms import Stamped, Variant
-from tinkex.types.record import Record, settle, whole
+from tinkex.types.record import Int64, Record, check_depth, settle, whole
 
 ClientSessionFinishReasonType: TypeAlias = Literal["success", "errored", "interrupted"]
 
@@ -66,6 +66,9 @@ class CreateSessionRequest(Record, frozen=True, kw_only=True):
     project_id: str | None = None
     display_name: str | None = None
     type: Literal["create_session"] = "create_session"
+
+    def __post_init__(self) -> None:
+        check_depth(self.user_metadata, "user_metadata")
 
 
 class CreateSessionResponse(Record, frozen=True, kw_only=True):
@@ -239,17 +242,17 @@ class SamplingSessionFuturesTarget(Record, frozen=True, kw_only=True):
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
-    cloned_sampler_id: int = 0
+    cloned_sampler_id: Int64 = 0
 
 
 class FuturesRetrieveRequest(Record, frozen=True, kw_only=True):
     """Ask which operations have ended since the last time."""
 
     target: SamplingSessionFuturesTarget
-    prev_cursor: int = 0
+    prev_cursor: Int64 = 0
     timeout: float | None = None
     retrieved_request_ids: list[str] = msgspec.field(default_factory=list)
-    inline_bytes: int | None = None
+    inline_bytes: Int64 | None = None
     """Of servers with `batched_results`: bring results along with the answer, up to so many bytes in all."""
 
 
@@ -520,6 +523,9 @@ class SessionSearchCursor(Record, frozen=True, kw_only=True):
             raise ValueError("last_created_at must have a time zone")
 
 
+MOST_CONDITIONS = 200
+
+
 class SessionSearchRequest(Record, frozen=True, kw_only=True):
     """What sessions to look for, newest first.
 
@@ -534,7 +540,7 @@ class SessionSearchRequest(Record, frozen=True, kw_only=True):
     display_name: str | None = None
     owner: _Owner = msgspec.field(default_factory=OwnSearchOwner)
     statuses: list[_StatusQuery] | None = None
-    limit: int = 50
+    limit: Int64 = 50
     cursor: SessionSearchCursor | None = None
 
     def __post_init__(self) -> None:
@@ -544,6 +550,9 @@ class SessionSearchRequest(Record, frozen=True, kw_only=True):
             raise ValueError(f"limit must be 1 to 200, got {self.limit}")
         if self.statuses is not None and not self.statuses:
             raise ValueError("statuses must not be empty; leave it out to match every status")
+        for name in ("project_ids", "user_metadata", "statuses"):  # each of them is a condition of a query
+            if len(getattr(self, name) or ()) > MOST_CONDITIONS:
+                raise ValueError(f"{name} must have at most {MOST_CONDITIONS} items, got {len(getattr(self, name))}")
 
 
 class SessionSummary(Stamped, frozen=True, kw_only=True):

@@ -22,6 +22,10 @@ Array: TypeAlias = npt.NDArray[Any]
 
 MAX_CELLS = 1 << 28
 """Most cells a sparse tensor may stand for: it is read as a dense one."""
+MAX_COLUMNS = 1 << 16
+"""Most columns of a sparse tensor: they cost its sender nothing, and its reader memory."""
+MAX_DIMENSIONS = 32
+MAX_LENGTH = 1 << 40
 DTYPES: dict[str, npt.DTypeLike] = {"int64": np.int64, "float32": np.float32}
 
 
@@ -69,6 +73,26 @@ def packed_list(values: list[Any], code: str, dtype: npt.DTypeLike) -> Array | N
         return None
 
 
+def _numbers(values: Any, dtype: TensorDtype, name: str) -> Array:
+    """Numbers that came as JSON, as an array that holds each of them."""
+    rule = f"{name} must be a list of numbers that {dtype} can hold"
+    if not isinstance(values, list):
+        raise ValueError(f"{rule}, got {type(values).__name__}")
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{rule}, and rectangular if it is nested") from None
+    if array.size == 0:
+        return np.zeros(0, dtype=DTYPES[dtype])
+    if array.dtype.kind not in ("if" if dtype == "float32" else "i"):
+        raise ValueError(rule)
+    with np.errstate(over="ignore"):
+        narrow: Array = array.astype(DTYPES[dtype])
+    if dtype == "float32" and not np.isfinite(narrow).all():
+        raise ValueError(rule)
+    return narrow
+
+
 class TensorData(Fixed):
     """A dense or CSR-sparse tensor of int64 or float32.
 
@@ -111,19 +135,25 @@ class TensorData(Fixed):
     def _check(self) -> None:
         if (self._crow is None) != (self._col is None):
             raise ValueError("a sparse tensor needs both sparse_crow_indices and sparse_col_indices")
+        if self.shape is not None and len(self.shape) > MAX_DIMENSIONS:
+            raise ValueError(f"tensor shape has {len(self.shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
         if self.shape is not None and any(n < 0 for n in self.shape):
             raise ValueError(f"tensor shape {self.shape} has a negative dimension")
         if self._crow is None or self._col is None:
+            if self.shape is not None and any(n > MAX_LENGTH for n in self.shape):  # beside a dimension of 0
+                raise ValueError(f"tensor shape {self.shape} has a dimension that is too large")
             if self.shape is not None and math.prod(self.shape) != self._values.size:
                 raise ValueError(f"tensor has {self._values.size} values but shape {self.shape}")
             return
         if self.shape is None or len(self.shape) != 2:
             raise ValueError("a sparse tensor needs a two-dimensional shape")
         rows, cols = self.shape
-        if rows * cols > MAX_CELLS:
-            raise ValueError(f"a sparse tensor of shape {self.shape} is too large: at most {MAX_CELLS} cells")
+        if rows * cols > MAX_CELLS or cols > MAX_COLUMNS:
+            most = f"at most {MAX_CELLS} cells and {MAX_COLUMNS} columns"
+            raise ValueError(f"a sparse tensor of shape {self.shape} is too large: {most}")
         well_formed = (
-            self._crow.size == rows + 1
+            self._crow.ndim == self._col.ndim == 1
+            and self._crow.size == rows + 1
             and self._crow[0] == 0
             and self._crow[-1] == self._col.size == self._values.size
             and bool(np.all(np.diff(self._crow) >= 0))
@@ -216,7 +246,7 @@ class TensorData(Fixed):
         listed = array != pad
         count = int(np.count_nonzero(listed))
         rows, cols = array.shape
-        if rows + 1 + 2 * count >= rows * cols:
+        if rows + 1 + 2 * count >= rows * cols or cols > MAX_COLUMNS:
             return cls.from_numpy(array)
         starts = np.zeros(rows + 1, dtype=np.int64)
         np.cumsum(np.count_nonzero(listed, axis=1), out=starts[1:])
@@ -279,21 +309,21 @@ class TensorData(Fixed):
         """Read the JSON form."""
         if not isinstance(value, dict):
             raise ValueError(f"a tensor must be an object with data and dtype, got {type(value).__name__}")
-        data, dtype = value.get("data", []), value.get("dtype")
-        if dtype not in DTYPES:
+        dtype, shape = value.get("dtype"), value.get("shape")
+        if dtype != "int64" and dtype != "float32":
             raise ValueError(f"unknown tensor dtype {dtype!r}; use 'int64' or 'float32'")
+        if shape is not None and not (isinstance(shape, list) and all(type(n) is int for n in shape)):
+            raise ValueError("bad tensor: shape must be a list of whole numbers")
+        crow, col = value.get("sparse_crow_indices"), value.get("sparse_col_indices")
         try:
-            array = np.asarray(data)
-            if array.size and array.dtype.kind not in ("iuf" if dtype == "float32" else "iu"):
-                raise ValueError(f"expected {dtype} numbers")
             return cls(
-                data=array,
+                data=_numbers(value.get("data", []), dtype, "data"),
                 dtype=dtype,
-                shape=value.get("shape"),
-                sparse_crow_indices=value.get("sparse_crow_indices"),
-                sparse_col_indices=value.get("sparse_col_indices"),
+                shape=shape,
+                sparse_crow_indices=None if crow is None else _numbers(crow, "int64", "sparse_crow_indices"),
+                sparse_col_indices=None if col is None else _numbers(col, "int64", "sparse_col_indices"),
             )
-        except (TypeError, ValueError, OverflowError) as error:
+        except ValueError as error:
             raise ValueError(f"bad tensor: {error}") from None
 
     def _full(self) -> dict[str, Any]:

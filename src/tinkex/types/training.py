@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 import msgspec
 
 from tinkex.types.inputs import Datum, LossFnOutput
-from tinkex.types.record import Fixed, Record, Wired, from_builtins, number, put, settle, whole
+from tinkex.types.record import Fixed, Int64, Record, Wired, check_depth, from_builtins, number, put, settle, whole
 from tinkex.types.tensors import TensorData
 
 ModelID: TypeAlias = str
@@ -25,8 +25,8 @@ LossFnConfig: TypeAlias = Mapping[str, float | str]
 class LoraConfig(Record, frozen=True, kw_only=True):
     """The shape of an adapter: its rank, the seed of its A matrices, and which layers it touches."""
 
-    rank: int
-    seed: int | None = None
+    rank: Int64
+    seed: Int64 | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -64,6 +64,7 @@ class _Open(Fixed):
         """Read the JSON form, as the class that its `type` names."""
         if not isinstance(value, Mapping) or not isinstance(value.get("type", cls.KIND), str):
             raise ValueError("an optimizer must be an object with a type")
+        check_depth(value, "an optimizer")
         kind = next((known for known in cls.__subclasses__() if value.get("type") == known.KIND), cls)
         try:
             return kind(**value)
@@ -209,12 +210,15 @@ class CreateModelRequest(Record, frozen=True, kw_only=True):
     """Start a training run."""
 
     session_id: str
-    model_seq_id: int
+    model_seq_id: Int64
     base_model: str
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfigBase = msgspec.field(default_factory=AdamOptimizerConfig)
     user_metadata: dict[str, Any] | None = None
     type: Literal["create_model"] = "create_model"
+
+    def __post_init__(self) -> None:
+        check_depth(self.user_metadata, "user_metadata")
 
 
 class CreateModelResponse(Record, frozen=True, kw_only=True):
@@ -293,7 +297,14 @@ class ForwardBackwardInput(Record, frozen=True):
 
     def __post_init__(self) -> None:
         if not all(isinstance(datum, Datum) for datum in self.data):
-            settle(self, "data", [Datum.model_validate(datum) for datum in self.data])
+            settle(self, "data", [_datum(datum, index) for index, datum in enumerate(self.data)])
+
+
+def _datum(value: Any, index: int) -> Datum:
+    try:
+        return Datum.model_validate(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"data[{index}]: {error}") from None
 
 
 class ForwardBackwardRequest(Record, frozen=True):
@@ -301,7 +312,7 @@ class ForwardBackwardRequest(Record, frozen=True):
 
     forward_backward_input: ForwardBackwardInput
     model_id: ModelID
-    seq_id: int | None = None
+    seq_id: Int64 | None = None
     forward_only: bool = False
 
 
@@ -310,7 +321,7 @@ class ForwardRequest(Record, frozen=True):
 
     forward_input: ForwardBackwardInput
     model_id: ModelID
-    seq_id: int | None = None
+    seq_id: Int64 | None = None
 
 
 @dataclasses.dataclass(init=False, repr=False, frozen=True, slots=True)
@@ -385,7 +396,7 @@ class OptimStepRequest(Record, frozen=True, kw_only=True):
     NOT_SENT: ClassVar[frozenset[str]] = frozenset({"optim_params"})
 
     model_id: ModelID
-    seq_id: int | None = None
+    seq_id: Int64 | None = None
     optim_params: AnyParams = None
     adam_params: AdamParams | None = None
     optimizer_params: AnyParams = None
