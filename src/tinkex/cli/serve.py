@@ -14,6 +14,7 @@ import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import click
@@ -180,6 +181,7 @@ async def _serve(
     import uvicorn
 
     from tinkex.server.app import create_app
+    from tinkex.server.submission import leave
 
     names = ", ".join(model.name for model in engine.models())
     app = create_app(engine, data_dir, limits=limits, api_key=api_key, tokens=tokens)
@@ -193,8 +195,14 @@ async def _serve(
                 url = _url(listener)
                 click.echo(f"tinkex serving at {url}  models: {names}  data: {data_dir}  ({access})")
 
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:  # told twice: at once, as by kill -9, after which nothing is lost either
+                os._exit(128 + sig)
+            super().handle_exit(sig, frame)
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            await state.drain(lambda: self.force_exit)  # clients can still fetch their results meanwhile
+            await state.drain()  # clients can still fetch their results meanwhile
+            await leave(state)
             await super().shutdown(sockets)
 
     config = uvicorn.Config(

@@ -1,0 +1,132 @@
+"""The server is killed again and again while it trains, saves and samples: no client gets anything but what was due.
+
+Deaths come around every flush, rename and removal in turn, in the middle of writes, and at random moments of the clock;
+to our client and to the official one; mostly over the fake engine, some over the real one. After each run of the loop
+everything it was given and everything that was saved is compared, to the bit, with a run that nobody disturbed.
+`make crash` runs it and prints what was counted; `CRASH_SEED` repeats a run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervision import Death, Toll, files_of, run_loop, supervised
+from support import MODEL
+
+CLIENTS = ("tinkex", "tinker")
+STEPS = {"fake": 12, MODEL: 6}
+FAKE_KILLS = {"flush": 60, "write": 40, "clock": 20}
+"""How many kills there are to be at least, by client and kind, over the fake engine …"""
+REAL_KILLS = {"flush": 4, "write": 4, "clock": 4}
+"""… and over the real one."""
+DEATHS_PER_RUN = {"fake": 10, MODEL: 4}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One row of the table."""
+
+    client: str
+    model: str
+    kind: str
+
+
+def deaths(scene: Scene, rng: random.Random) -> Iterator[Death]:
+    """Deaths without end: each n-th event in turn, writes and moments by chance."""
+    if scene.kind == "flush":
+        # In turn, and yet far enough from each other that lives which begin with a replay get beyond it.
+        for start in count(2):
+            yield from (Death("flush", 2 * event + start % 2) for event in range(start // 2, 60, 7))
+    while True:
+        longest = 2.5 if scene.model == "fake" else 6.0
+        at = rng.randrange(1, 45) if scene.kind == "write" else rng.uniform(0.05, longest)
+        yield Death(scene.kind, at)
+
+
+Undisturbed = Callable[[str, str], tuple[dict[str, Any], dict[str, str]]]
+
+
+def play(scene: Scene, kills: int, place: Path, undisturbed: Undisturbed, model_dir: Path, seed: int) -> Toll:
+    """Run the loop over and over until the server has been killed so often; nothing of it may show."""
+    rng = random.Random(f"{seed} {scene}")
+    due, total = deaths(scene, rng), Toll()
+    expected, files = undisturbed(scene.client, scene.model)
+    for number in count():
+        data_dir = place / f"{scene.client}-{scene.model.replace('/', '-')}-{scene.kind}-{number}"
+        chosen = [next(due) for _ in range(DEATHS_PER_RUN[scene.model])]
+        with supervised(data_dir, chosen, model_dir if scene.model == MODEL else None, rng) as server:
+            given = run_loop(server.base_url, scene.client, scene.model, STEPS[scene.model])
+        where = f"{scene}, run {number}, seed {seed}, {chosen}"
+        assert given == expected, where
+        assert files_of(data_dir) == files, where
+        total.add(server.toll)
+        if total.kills >= kills:
+            return total
+    raise AssertionError
+
+
+def table(tolls: dict[Scene, Toll], seconds: float, seed: int) -> str:
+    """What was counted, as text with a summary in one line."""
+    lines = ["", "client  engine  death   runs  lives  kills  in the middle of a write (record, directory, database)"]
+    sums: defaultdict[str, Toll] = defaultdict(Toll)
+    for scene, toll in tolls.items():
+        engine = "fake" if scene.model == "fake" else "torch"
+        torn = ", ".join(str(toll.torn[kind]) for kind in ("record", "directory", "database"))
+        lines.append(
+            f"{scene.client}  {engine:6}  {scene.kind:6} {toll.runs:5} {toll.lives:6} {toll.kills:6}  "
+            f"{toll.mid_write:4} ({torn})"
+        )
+        sums[scene.client].add(toll)
+    parts = [
+        f"{client} {toll.kills} kills ({toll.mid_write} in the middle of a write) over {toll.runs} runs"
+        for client, toll in sums.items()
+    ]
+    lines.append(f"crash test: {'; '.join(parts)}; all results and files bit-equal; seed {seed}, {seconds:.0f} s")
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("S44")
+@pytest.mark.timeout(1800)
+def test_no_death_of_the_server_shows(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seed = int(os.environ.get("CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
+    with capsys.disabled():
+        print(f"\nCRASH_SEED={seed}", flush=True)
+    began = time.monotonic()
+    calm: dict[tuple[str, str], tuple[dict[str, Any], dict[str, str]]] = {}
+    for model in STEPS:
+        for client in CLIENTS:
+            data_dir = tmp_path / f"calm-{client}-{model.replace('/', '-')}"
+            with supervised(data_dir, [], model_dir if model == MODEL else None) as server:
+                given = run_loop(server.base_url, client, model, STEPS[model])
+            calm[client, model] = given, files_of(data_dir)
+            assert len(calm[client, model][1]) > 5
+        assert calm["tinkex", model] == calm["tinker", model]
+    scenes = {
+        Scene(client, model, kind): kills
+        for model, wanted in (("fake", FAKE_KILLS), (MODEL, REAL_KILLS))
+        for client in CLIENTS
+        for kind, kills in wanted.items()
+    }
+    with ThreadPoolExecutor(2) as pool:
+        playing = {
+            scene: pool.submit(play, scene, kills, tmp_path, lambda c, m: calm[c, m], model_dir, seed)
+            for scene, kills in scenes.items()
+        }
+    tolls = {scene: done.result() for scene, done in playing.items()}
+    with capsys.disabled():
+        print(table(tolls, time.monotonic() - began, seed), flush=True)
+    for client in CLIENTS:
+        assert sum(toll.kills for scene, toll in tolls.items() if scene.client == client) >= 50
+        assert sum(toll.mid_write for scene, toll in tolls.items() if scene.client == client) >= 20
