@@ -11,11 +11,13 @@ unlink, rmdir or mkdir. `write:N` dies in the middle of the N-th write, after so
 
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
 import os
 import random
 import signal
+import socket
 import sqlite3
 import sys
 import threading
@@ -131,11 +133,11 @@ def main() -> None:
     port, data_dir = int(sys.argv[1]), Path(sys.argv[2])
     kind, _, number = sys.argv[3].partition(":")
     cuts = Cuts(int(number), random.Random(int(sys.argv[4])))
-    import uvicorn
-
+    from tinkex.cli.serve import run_app
     from tinkex.engine import Engine
     from tinkex.server import submission
     from tinkex.server.app import create_app
+    from tinkex.server.state import Limits
 
     submission.STATE_OPERATIONS = 5
     engine: Engine
@@ -152,10 +154,11 @@ def main() -> None:
         engine = FakeEngine(delay=0.002)
     if kind == "write":
         crash_in_write(cuts)
-    app = create_app(engine, data_dir)
+    app = create_app(engine, data_dir, limits=Limits(drain_seconds=0.05))
     if kind == "flush":
         crash_at_call(int(number))
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+    listener = socket.create_server(("127.0.0.1", port))
+    asyncio.run(run_app(app, listener, lambda: None))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,10 @@ LOOP = Path(__file__).parent / "crash_loop.py"
 
 @dataclass(frozen=True)
 class Death:
-    """How a life ends: `flush` and `write` by its own hand at the n-th, `clock` by ours after so many seconds."""
+    """How a life ends: `flush` and `write` by its own hand at the n-th, `clock` by ours after so many seconds.
+
+    `stop` is no death: the server is told to stop, so many seconds after it can be reached.
+    """
 
     kind: str = "never"
     at: float = 0
@@ -80,6 +83,9 @@ class Supervised:
 
     def start(self) -> None:
         self._thread.start()
+        self._wait()
+
+    def _wait(self) -> None:
         for _ in range(1200):
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -100,9 +106,13 @@ class Supervised:
                     process.wait(death.at)
                 except subprocess.TimeoutExpired:
                     process.kill()
+            if death.kind == "stop":
+                self._wait()
+                self._stopping.wait(death.at)
+                process.terminate()
             code = process.wait()
             if not self._stopping.is_set():
-                assert code == -signal.SIGKILL, f"the server ended with {code}"
+                assert code == (-signal.SIGTERM if death.kind == "stop" else -signal.SIGKILL), f"it ended with {code}"
                 self._look()
 
     def _look(self) -> None:
@@ -188,7 +198,7 @@ def files_of(data_dir: Path) -> dict[str, str]:
 # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_loop(base_url: str, client: str, model: str, steps: int, seconds: float = 170) -> dict[str, Any]:
+def run_loop(base_url: str, client: str, model: str, steps: int, seconds: float = 400) -> dict[str, Any]:
     """What the loop was given, with `client` (the name of a package) against a server."""
     done = subprocess.run(
         [sys.executable, str(LOOP), base_url, client, model, str(steps)],

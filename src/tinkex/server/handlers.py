@@ -242,6 +242,8 @@ def enter(state: State, live: LiveRun) -> None:
     if live.run.session_id not in state.heard:
         state.worker.run(state.engine.drop, live.run.model_id)
         raise EngineError("the session has ended")
+    if (creation := state.promises.get(f"{live.run.model_id}:0")) is not None:
+        live.recent[0] = creation  # its result goes beside the first state, like any other
     state.runs[live.run.model_id] = live
 
 
