@@ -154,6 +154,7 @@ def half_done(data_dir: Path) -> set[tuple[str, str]]:
         if whole < len(data):
             found.add(("record", f"{path} {len(data)}"))
     for pattern in (
+        "runs/*/unfinished-*",
         "runs/*/state-*.new",
         "snapshots/*.new",
         "checkpoints/*/*/.saving-*",

@@ -135,11 +135,16 @@ def test_what_a_killed_save_left_behind_is_removed(tmp_path: Path) -> None:
             await first.run("save_weights", save_json(model, 1, "x"))
             image = killed(tmp_path / "a")
         (place,) = (image / "checkpoints").glob("*/weights")
+        old, new = image / "checkpoints/a/weights/.saving-1", image / "checkpoints/a/weights/.saving-2"
+        for elsewhere in (old, new):
+            elsewhere.mkdir(parents=True)
+        os.utime(old, (1, 1))
         for leftover in (".saving-1", ".deleting-2", "never-recorded"):
             (place / leftover).mkdir()
         async with life(image) as second:
             await second.run("save_weights", save_json(model, 2, "never-recorded"))
             assert {path.name for path in place.iterdir()} == {"x", "never-recorded"}
+            assert (old.exists(), new.exists()) == (False, True), "another process may be at the new one"
 
     played(scenario)
 
@@ -208,7 +213,7 @@ def test_that_a_number_was_given_up_is_on_disk_before_anybody_is_told(
     flush = os.fdatasync
 
     def slow(handle: int) -> None:
-        time.sleep(0.2)
+        time.sleep(0.3)
         flush(handle)
 
     async def scenario() -> None:
@@ -216,10 +221,12 @@ def test_that_a_number_was_given_up_is_on_disk_before_anybody_is_told(
             model = await first.model()
             monkeypatch.setattr(os, "fdatasync", slow)
             waiting = await first.submit("forward_backward", pass_json(model, 2))
+            other = asyncio.create_task(first.model())  # what is flushed for it holds up what comes after it
             told = await first.result(waiting)
             assert "number 1 of this run never arrived" in told["error"]
             image = killed(tmp_path / "a")
-        monkeypatch.undo()
+            monkeypatch.undo()
+            await other
         async with life(image) as second:
             assert await second.result(waiting) == told
             assert "has passed" in (await second.run("forward_backward", pass_json(model, 1)))["error"]

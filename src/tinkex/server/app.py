@@ -75,8 +75,9 @@ def create_app(
         finally:
             for task in tasks:
                 task.cancel()
-            await leave(state)
-            state.promises.are_closed = True
+            if not embedded:  # there the client ends with its server: to wait for another life would be to wait in vain
+                await leave(state)
+                state.promises.are_closed = True
             await state.worker.stop()
             state.close_journals()
             await state.meter.flush()

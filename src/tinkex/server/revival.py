@@ -29,6 +29,11 @@ from tinkex.types.training import CreateModelResponse, OptimizerConfigBase
 
 logger = logging.getLogger("tinkex.server")
 
+SCRATCH = ("*/*/.saving-*", "*/*/.deleting-*")
+"""What saving and deleting checkpoints leave when they are not finished, and …"""
+ABANDONED_SECONDS = 3600.0
+"""… after how long nobody can be at it any more, another process with the same data directory included."""
+
 Handlers: TypeAlias = Mapping[str, Callable[[State, Call], Awaitable[Any]]]
 
 
@@ -47,6 +52,10 @@ def take_up_sessions(state: State) -> None:
     for place in ("runs", "samples", "snapshots"):
         for directory in (state.data_dir / place).glob("*"):
             if re.split(r"_(?:train|sample|loss)_", directory.name)[0] not in names:
+                shutil.rmtree(directory, ignore_errors=True)
+    for pattern in SCRATCH:  # runs that are taken up again have theirs removed at once
+        for directory in state.checkpoint_dir.glob(pattern):
+            if time.time() - directory.stat().st_mtime > ABANDONED_SECONDS:
                 shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -374,7 +374,10 @@ def _begin(state: State, live: LiveRun, queued: Queued) -> None:
 
 async def spend_number(state: State, numbered: tuple[str, int] | None, body: bytes, why: str) -> None:
     """Let a refused request use its number up: its client has moved on, and later requests must not wait for it."""
-    if numbered is not None and numbered[0] in state.runs:
+    if numbered is None:
+        return
+    await state.revived(numbered[0])
+    if numbered[0] in state.runs:
         await spend(state, Call(None, {}, digest_of("", body), op="", body=why.encode()), *numbered)
 
 
