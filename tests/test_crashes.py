@@ -13,7 +13,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -79,24 +79,27 @@ def play(scene: Scene, kills: int, place: Path, undisturbed: Undisturbed, model_
     raise AssertionError
 
 
-def table(tolls: dict[Scene, Toll], seconds: float, seed: int) -> str:
-    """What was counted, as text with a summary in one line."""
-    lines = ["", "client  engine  death   runs  lives  kills  in the middle of a write (record, directory, database)"]
+HEAD = "client  engine  death   runs  lives  kills  in the middle of a write (record, directory, database)"
+
+
+def row(scene: Scene, toll: Toll) -> str:
+    """A line of the table."""
+    torn = ", ".join(str(toll.torn[kind]) for kind in ("record", "directory", "database"))
+    engine = "fake" if scene.model == "fake" else "torch"
+    counts = f"{toll.runs:5} {toll.lives:6} {toll.kills:6}  {toll.mid_write:4} ({torn})"
+    return f"{scene.client}  {engine:6}  {scene.kind:6} {counts}"
+
+
+def summary(tolls: dict[Scene, Toll], seconds: float, seed: int) -> str:
+    """All of it in one line."""
     sums: defaultdict[str, Toll] = defaultdict(Toll)
     for scene, toll in tolls.items():
-        engine = "fake" if scene.model == "fake" else "torch"
-        torn = ", ".join(str(toll.torn[kind]) for kind in ("record", "directory", "database"))
-        lines.append(
-            f"{scene.client}  {engine:6}  {scene.kind:6} {toll.runs:5} {toll.lives:6} {toll.kills:6}  "
-            f"{toll.mid_write:4} ({torn})"
-        )
         sums[scene.client].add(toll)
     parts = [
         f"{client} {toll.kills} kills ({toll.mid_write} in the middle of a write) over {toll.runs} runs"
         for client, toll in sums.items()
     ]
-    lines.append(f"crash test: {'; '.join(parts)}; all results and files bit-equal; seed {seed}, {seconds:.0f} s")
-    return "\n".join(lines)
+    return f"crash test: {'; '.join(parts)}; all results and files bit-equal; seed {seed}, {seconds:.0f} s"
 
 
 @pytest.mark.slow
@@ -123,13 +126,18 @@ def test_no_death_of_the_server_shows(model_dir: Path, tmp_path: Path, capsys: p
         for kind, kills in wanted.items()
     }
     with ThreadPoolExecutor(2) as pool:
-        playing = {
-            scene: pool.submit(play, scene, kills, tmp_path, lambda c, m: calm[c, m], model_dir, seed)
+        scene_of = {
+            pool.submit(play, scene, kills, tmp_path, lambda c, m: calm[c, m], model_dir, seed): scene
             for scene, kills in scenes.items()
         }
-    tolls = {scene: done.result() for scene, done in playing.items()}
-    with capsys.disabled():
-        print(table(tolls, time.monotonic() - began, seed), flush=True)
+        with capsys.disabled():
+            print(HEAD, flush=True)
+            for done in as_completed(scene_of):
+                if done.exception() is not None:
+                    pool.shutdown(wait=False, cancel_futures=True)  # no more than what is under way
+                print(row(scene_of[done], done.result()), flush=True)
+            tolls = {scene: done.result() for done, scene in scene_of.items()}
+            print(summary(tolls, time.monotonic() - began, seed), flush=True)
     for client in CLIENTS:
         assert sum(toll.kills for scene, toll in tolls.items() if scene.client == client) >= 50
         assert sum(toll.mid_write for scene, toll in tolls.items() if scene.client == client) >= 20
