@@ -31,9 +31,9 @@ LOOP = Path(__file__).parent / "crash_loop.py"
 
 @dataclass(frozen=True)
 class Death:
-    """How a life ends: `flush` and `write` by its own hand at the n-th, `clock` by ours after so many seconds.
+    """How a life ends: `flush` and `write` by its own hand at the n-th, `start` by ours, so long after it was started.
 
-    `stop` is no death: the server is told to stop, so many seconds after it can be reached.
+    `clock` comes so many seconds after it can be reached, and so does `stop`, which is no death: it is told to stop.
     """
 
     kind: str = "never"
@@ -86,9 +86,9 @@ class Supervised:
         self._wait()
 
     def _wait(self) -> None:
-        for _ in range(1200):
+        for _ in range(2400):
             with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                if self._stopping.is_set() or probe.connect_ex(("127.0.0.1", self.port)) == 0:
                     return
             time.sleep(0.05)
         raise AssertionError("the server did not start")
@@ -101,15 +101,11 @@ class Supervised:
             arguments = [str(self.port), str(self._data_dir), told, str(self._rng.randrange(1 << 30)), *model]
             self._process = process = subprocess.Popen([sys.executable, str(PROGRAM), *arguments], env=os.environ)
             self.toll.lives += 1
-            if death.kind == "clock":
-                try:
-                    process.wait(death.at)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-            if death.kind == "stop":
+            if death.kind in ("clock", "stop"):
                 self._wait()
+            if death.kind in ("start", "clock", "stop"):
                 self._stopping.wait(death.at)
-                process.terminate()
+                process.send_signal(signal.SIGTERM if death.kind == "stop" else signal.SIGKILL)
             code = process.wait()
             if not self._stopping.is_set():
                 assert code == (-signal.SIGTERM if death.kind == "stop" else -signal.SIGKILL), f"it ended with {code}"

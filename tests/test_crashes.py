@@ -51,10 +51,10 @@ def deaths(scene: Scene, rng: random.Random) -> Iterator[Death]:
         # Each in turn, before and after it; far apart within a run, so that lives which replay much get beyond that.
         for start in count(2 if scene.client == "tinkex" else 9):
             yield from (Death("flush", 2 * event + start % 2) for event in range(1 + start // 2 % 7, 60, 7))
+    while scene.kind == "write":
+        yield Death("write", rng.randrange(1, 45))
     while True:
-        longest = 2.5 if scene.model == "fake" else 6.0
-        at = rng.randrange(1, 45) if scene.kind == "write" else rng.uniform(0.05, longest)
-        yield Death(scene.kind, at)
+        yield Death("start", rng.uniform(0, 2)) if rng.random() < 0.2 else Death("clock", rng.uniform(0, 1.5))
 
 
 Undisturbed = Callable[[str, str], tuple[dict[str, Any], dict[str, str]]]
