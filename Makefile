@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: demo test slow versions lint format coverage dist-check clean help
+.PHONY: demo test slow crash versions lint format coverage dist-check clean help
 
 help:
 	@echo "make demo        watch a small model learn to add, on this machine"
 	@echo "make test        run the tests"
 	@echo "make slow        run the slow tests"
+	@echo "make crash       kill the server again and again while two clients train, save and sample"
 	@echo "make versions    run the loop with ten versions of the official client"
 	@echo "make lint        linter, formatter in check mode, strict types, layers"
 	@echo "make format      format the code"
@@ -24,6 +25,9 @@ test: $(VENV)/.test
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+
+crash: $(VENV)/.test
+	$(BIN)/python -m pytest -q tests/test_crashes.py $(ARGS)
 
 versions: $(VENV)/.test
 	$(BIN)/python tools/clients.py

@@ -162,6 +162,23 @@ def test_a_server_that_is_told_to_stop_finishes_what_it_has_begun(serve: Serve) 
     assert process.wait(20) in (0, 130)
 
 
+def test_a_server_that_is_told_to_stop_twice_ends_at_once(serve: Serve) -> None:
+    process = serve("--drain-seconds", "60")
+    wire = Wire(ready(process)[1])
+    body = {"session_id": wire.session(), "sampling_session_seq_id": 0, "base_model": MODEL}
+    sampler = wire.post("create_sampling_session", body)["sampling_session_id"]
+    params = {"max_tokens": 120, "stop": []}
+    for number in range(20):
+        wire.post("asample", sample_json(sampler, number, num_samples=128, sampling_params=params))
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None, "it finishes what it has begun"
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert time.monotonic() - began < 1
+
+
 def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
     place = ("--data-dir", str(tmp_path / "data"))
     assert "there is no data" in tool("key", "list", *place).stderr

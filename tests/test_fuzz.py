@@ -64,7 +64,7 @@ class CheckedEngine(FakeEngine):
             raise EngineError(f"LoRA rank must be between 1 and 512, got {lora.rank}")
         super().create(adapter, base_model, lora, optimizer)
 
-    def forward_backward(self, adapter: str, data: Sequence[Any], *args: Any, **options: Any) -> Any:
+    def pass_start(self, job: str, adapter: str, data: Sequence[Any], *args: Any, **options: Any) -> None:
         for index, datum in enumerate(data):
             if not datum.model_input.is_text or not datum.model_input.length:
                 raise EngineError(f"datum {index}: model_input must be text, and not empty")
@@ -79,7 +79,7 @@ class CheckedEngine(FakeEngine):
                     raise EngineError(f"datum {index}: input {name!r} must be one finite number a token")
                 if name == "target_tokens" and array.dtype != np.int64:
                     raise EngineError(f"datum {index}: input {name!r} must be integers")
-        return super().forward_backward(adapter, data, *args, **options)
+        super().pass_start(job, adapter, data, *args, **options)
 
     def optim_step(self, adapter: str, params: OptimParams) -> dict[str, float]:
         if isinstance(params, AdamParams):

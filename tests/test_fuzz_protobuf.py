@@ -63,7 +63,7 @@ SAMPLE = SampleResponse(
     target_prompt_logprobs=types.TensorData([0.5], "float32", [1]),
 )
 GOOD: dict[type[Any], bytes] = {
-    ForwardBackwardRequest: protobuf.encode_forward_backward(REQUEST),
+    ForwardBackwardRequest: bytes(protobuf.encode_forward_backward(REQUEST)),
     ForwardBackwardOutput: protobuf.encode_forward_backward_output(OUTPUT),
     SampleResponse: protobuf.encode_sample(SAMPLE),
 }

@@ -410,10 +410,10 @@ def test_files_are_flushed_and_in_place_before_they_are_on_record(
         steps.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
         real[0](handle)
 
-    def put(store: Store, saved: Any) -> None:
+    def put(store: Store, saved: Any, request_id: str | None = None) -> None:
         assert {file.name for file in saved.directory.iterdir()} == {"fake.json"}
         steps.append("record")
-        real[1](store, saved)
+        real[1](store, saved, request_id)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Store, "put_checkpoint", put)

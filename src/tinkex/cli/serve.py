@@ -14,6 +14,7 @@ import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import click
@@ -177,24 +178,38 @@ async def _serve(
 ) -> None:
     engine = make_engine(models)
     publish_tokenizers(engine)
-    import uvicorn
-
     from tinkex.server.app import create_app
 
     names = ", ".join(model.name for model in engine.models())
     app = create_app(engine, data_dir, limits=limits, api_key=api_key, tokens=tokens)
-    state = app.state.server
-    access = "key required" if await state.accounts.needs_key() else "open, no key needed"
+    access = "key required" if await app.state.server.accounts.needs_key() else "open, no key needed"
+    ready = f"tinkex serving at {_url(listener)}  models: {names}  data: {data_dir}  ({access})"
+    await run_app(app, listener, lambda: click.echo(ready))
+
+
+async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], object]) -> None:
+    """Serve until a signal: then finish what can be finished in time, and leave the rest to the next start.
+
+    A second signal ends the process at once.
+    """
+    import uvicorn
+
+    from tinkex.server.submission import leave
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
-                url = _url(listener)
-                click.echo(f"tinkex serving at {url}  models: {names}  data: {data_dir}  ({access})")
+                on_ready()
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:  # as by kill -9, after which nothing is lost either
+                os._exit(128 + sig)
+            super().handle_exit(sig, frame)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            await state.drain(lambda: self.force_exit)  # clients can still fetch their results meanwhile
+            await app.state.server.drain()  # clients can still fetch their results meanwhile
+            await leave(app.state.server)
             await super().shutdown(sockets)
 
     config = uvicorn.Config(

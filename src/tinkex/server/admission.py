@@ -10,7 +10,7 @@ from typing import Any
 
 from tinkex.protocol import Operation
 from tinkex.server.handlers import require_session
-from tinkex.server.state import Call, Refusal, State
+from tinkex.server.state import DIRECT, Call, Refusal, State
 from tinkex.server.submission import spend
 from tinkex.server.usage import Watch, lengths
 from tinkex.types.sampling import SampleRequest
@@ -60,7 +60,7 @@ def _named(op: Operation, call: Call) -> list[tuple[str, str]]:
 
 async def _owner(state: State, field: str, name: str) -> str | None:
     """Whose a thing is: its name begins with its session's, whose owner is remembered."""
-    if field == "request_id" and name.startswith("direct:"):  # of no session; it says itself who asked
+    if field == "request_id" and name.startswith(f"{DIRECT}:"):  # of no session; it says itself who asked
         promise = state.promises.get(name)
         return promise.on_settled.owner if promise is not None and isinstance(promise.on_settled, Watch) else None
     session = name.partition(":")[0]

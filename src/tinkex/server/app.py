@@ -30,8 +30,8 @@ from tinkex.server.metrics import CONTENT_TYPE
 from tinkex.server.records import misnamed_route
 from tinkex.server.results import encoding
 from tinkex.server.sessions import signed_trace, trace_path
-from tinkex.server.state import Call, Limits, Refusal, State
-from tinkex.server.submission import digest_of, spend_number
+from tinkex.server.state import DIRECT, Call, Limits, Refusal, State
+from tinkex.server.submission import UNLOAD, digest_of, leave, recall_unload, spend_number
 from tinkex.server.usage import watch
 from tinkex.types.checkpoints import SCHEME
 from tinkex.types.record import to_json
@@ -76,6 +76,9 @@ def create_app(
         finally:
             for task in tasks:
                 task.cancel()
+            if not embedded:  # there the client ends with its server: to wait for another life would be to wait in vain
+                await leave(state)
+                state.promises.are_closed = True
             await state.worker.stop()
             state.close_journals()
             await state.meter.flush()
@@ -319,8 +322,12 @@ async def _take_up(state: State, request_id: str) -> None:
     owner = request_id.rpartition(":")[0]
     for name in (owner, request_id):  # a custom loss is a request of its own
         await state.revived(name)
+    if request_id.endswith(UNLOAD) and state.promises.get(request_id) is None:
+        await recall_unload(state, owner)
     if (sampler := await asyncio.to_thread(state.store.sampler, owner)) is not None:
         await state.revived(sampler.session_id)
+    elif owner.startswith(f"{DIRECT}:"):
+        await state.revived(DIRECT)
 
 
 async def retrieve_future(op: Operation, state: State, request: Request, call: Call) -> Response:
@@ -337,9 +344,10 @@ async def retrieve_future(op: Operation, state: State, request: Request, call: C
             raise Refusal(410, f"request {wanted.request_id!r} was lost when the server was restarted; {advice}")
         raise Refusal(404, f"there is no request {wanted.request_id!r}")
     try:
-        async with asyncio.timeout(state.limits.poll_seconds):
+        async with state.promises.holding(state.limits.poll_seconds):
             await promise.done.wait()
     except TimeoutError:
+        state.refuse_if_stopping()
         return Response(to_json({"queue_state": "active"}), status_code=408, media_type=codec.JSON)
     promise.touch()
     body = await encoding(promise, as_protobuf=codec.PROTOBUF in request.headers.get("accept", ""))

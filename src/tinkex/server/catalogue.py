@@ -145,6 +145,11 @@ class Catalogue:
         rows = self._rows("SELECT directory FROM checkpoints WHERE tinker_path = :path", path=path)
         return self._directory(rows[0]) if rows else None
 
+    def directories(self, model_id: str) -> set[Path]:
+        """Where the files of a run's checkpoints lie, even of expired ones."""
+        rows = self._rows("SELECT directory FROM checkpoints WHERE model_id = :id", id=model_id)
+        return {self._directory(row) for row in rows}
+
     def _directory(self, row: sqlite3.Row) -> Path:
         return self._store._root / str(row["directory"])
 

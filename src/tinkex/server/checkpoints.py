@@ -15,7 +15,7 @@ from pathlib import Path
 from tinkex.engine import EngineError
 from tinkex.server.catalogue import Catalogue, discard
 from tinkex.server.state import State
-from tinkex.server.store import Run, SavedCheckpoint, Store
+from tinkex.server.store import Run, Save, SavedCheckpoint, Store
 from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -54,15 +54,21 @@ class Wanted:
 
 def save_checkpoint(
     state: State, run: Run, wanted: Wanted, *, optimizer: bool, finish: Callable[[Path], None] | None = None
-) -> SavedCheckpoint:
-    """Save what a run has learnt; `finish` may change the files before they are in place. On the worker."""
+) -> Save:
+    """Save what a run has learnt; `finish` may change the files before they are in place. On the worker.
+
+    A request that was met in an earlier life is not met again: what it saved may have been replaced or deleted since.
+    """
+    if wanted.request_id is not None and (done := state.store.save(wanted.request_id)) is not None:
+        return done
 
     def write(directory: Path) -> None:
         state.engine.save(run.model_id, directory, optimizer=optimizer)
         if finish is not None:
             finish(directory)
 
-    return put_files(state.store, state.checkpoint_dir, run, wanted, write)
+    saved = put_files(state.store, state.checkpoint_dir, run, wanted, write)
+    return Save(saved.tinker_path, saved.size_bytes)
 
 
 def put_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]) -> SavedCheckpoint:
@@ -71,13 +77,11 @@ def put_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Callabl
     expires = expiry(wanted.ttl_seconds)
     path = f"{SCHEME}{run.model_id}/{wanted.kind}/{wanted.name}"
     existing = store.checkpoint(path)
-    if existing is not None and wanted.request_id is not None and existing.request_id == wanted.request_id:
-        return existing
     if existing is not None and not wanted.overwrite:
         hint = "; pass overwrite=True to replace it" if wanted.kind == "weights" else ""
         raise EngineError(f"checkpoint {path} exists already{hint}")
     replaced = Catalogue(store).directory(path)
-    parent = root / run.model_id.replace(":", "_") / wanted.kind
+    parent = _place(root, run.model_id) / wanted.kind
     parent.mkdir(parents=True, exist_ok=True)
     target = parent / wanted.name
     scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
@@ -104,12 +108,23 @@ def put_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Callabl
         user_metadata=wanted.user_metadata,
         owner=run.owner,
         project_id=wanted.project_id,
-        request_id=wanted.request_id,
     )
-    store.put_checkpoint(saved)
+    store.put_checkpoint(saved, wanted.request_id)
     if replaced is not None:
         discard(replaced)
     return saved
+
+
+def _place(root: Path, model_id: str) -> Path:
+    return root / model_id.replace(":", "_")
+
+
+def clear_leftovers(state: State, model_id: str) -> None:
+    """Delete what a killed server left of saving and deleting a run's checkpoints: whatever is not on record."""
+    kept = state.catalogue.directories(model_id)
+    for directory in _place(state.checkpoint_dir, model_id).glob("*/*"):
+        if directory not in kept:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def sync(paths: Iterable[Path]) -> None:

@@ -63,11 +63,13 @@ async def poll(state: State, request: FuturesRetrieveRequest) -> FuturesRetrieve
             promise.touch()
     seconds = state.limits.poll_seconds if request.timeout is None else min(request.timeout, state.limits.poll_seconds)
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
+        async with state.promises.holding(seconds):
             await log.wait(request.prev_cursor)
     if log.is_closed:
         raise Refusal(410, f"the session of {target[0]!r} has ended")
     ended = log.after(request.prev_cursor)
+    if not ended:
+        state.refuse_if_stopping()
     if request.inline_bytes is None:
         return await _list(ended, request.prev_cursor)
     return await _carry(ended, request.prev_cursor, min(request.inline_bytes, state.limits.inline_bytes))

@@ -63,7 +63,8 @@ async def save_weights_external(state: State, call: Call) -> UntypedAPIFuture:
     def work() -> SaveWeightsExternalResponseInternal:
         recipients = request.age_encryption_recipients
         finish = encryption(recipients) if recipients else None
-        wanted = Wanted("external_weights", request.path, request.ttl_seconds)
+        request_id = f"{run.model_id}:{call.number}"
+        wanted = Wanted("external_weights", request.path, request.ttl_seconds, request_id=request_id)
         saved = save_checkpoint(state, run, wanted, optimizer=False, finish=finish)
         return SaveWeightsExternalResponseInternal(
             path=saved.tinker_path, size_bytes=saved.size_bytes, type="save_weights_external"

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from tinkex.codec import Body
+from tinkex.codec import JSON, Body
 from tinkex.engine import EngineError, Listener
 from tinkex.server.accounts import auth_token, delete_api_key, get_api_key
 from tinkex.server.checkpoints import Wanted, find_checkpoint, readable, save_checkpoint
@@ -40,7 +40,7 @@ from tinkex.server.sessions import (
     list_sessions,
     search_sessions,
 )
-from tinkex.server.state import CARRY_ON, EXPIRED, Call, LiveRun, Refusal, State
+from tinkex.server.state import CARRY_ON, DIRECT, EXPIRED, Call, LiveRun, Refusal, State
 from tinkex.server.store import Run, Sampler
 from tinkex.server.streams import SampleStream
 from tinkex.server.submission import (
@@ -49,6 +49,7 @@ from tinkex.server.submission import (
     enqueue_unload,
     failed_receipt,
     live_run,
+    loaded_before,
     promise_once,
     settle_state,
     take_sample,
@@ -241,6 +242,8 @@ def enter(state: State, live: LiveRun) -> None:
     if live.run.session_id not in state.heard:
         state.worker.run(state.engine.drop, live.run.model_id)
         raise EngineError("the session has ended")
+    if (creation := state.promises.get(f"{live.run.model_id}:0")) is not None:
+        live.recent[0] = creation  # its result goes beside the first state, like any other
     state.runs[live.run.model_id] = live
 
 
@@ -373,8 +376,8 @@ async def get_info(state: State, call: Call) -> GetInfoResponse:
 # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _request_id(request: SaveWeightsRequest | SaveWeightsForSamplerRequest) -> str | None:
-    return None if request.seq_id is None else f"{request.model_id}:{request.seq_id}"
+def _request_id(call: Call) -> str:
+    return f"{call.request.model_id}:{call.number}"
 
 
 async def save_weights(state: State, call: Call) -> UntypedAPIFuture:
@@ -389,7 +392,7 @@ async def save_weights(state: State, call: Call) -> UntypedAPIFuture:
             request.ttl_seconds,
             request.user_metadata or {},
             request.overwrite,
-            request_id=_request_id(request),
+            request_id=_request_id(call),
         )
         saved = save_checkpoint(state, run, wanted, optimizer=True)
         return SaveWeightsResponse(path=saved.tinker_path, type="save_weights")
@@ -409,13 +412,15 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
                 request.path,
                 request.ttl_seconds,
                 request.user_metadata or {},
-                request_id=_request_id(request),
+                request_id=_request_id(call),
             )
             saved = save_checkpoint(state, run, wanted, optimizer=False)
             return SaveWeightsForSamplerResponseInternal(path=saved.tinker_path, type="save_weights_for_sampler")
         if request.sampling_session_seq_id is None:
             raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
+        if not call.is_replayed:  # a client that uses a number again means the new weights
+            state.drop_snapshot_files(sampler_id)
         state.engine.snapshot(run.model_id, sampler_id)
         state.store.add_sampler(
             Sampler(
@@ -434,7 +439,8 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
         if saved.sampling_session_id is not None:
             state.keep_snapshot(run.session_id, saved.sampling_session_id)
             if (live := state.runs.get(run.model_id)) is not None:
-                live.unsaved_samplers.append(saved.sampling_session_id)
+                assert call.number is not None
+                live.unsaved_samplers[saved.sampling_session_id] = call.number
         return saved
 
     # The official client counts sampling_session_seq_id up when it retries: it does not make another request of it.
@@ -445,7 +451,10 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
 async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
     """Load a checkpoint into a run, or make a run of it."""
     request: LoadWeightsRequest = call.request
-    reader = await state.accounts.reader(call.owner, request.weights_access_token)
+    reader = call.reader or await state.accounts.reader(call.owner, request.weights_access_token)
+    if request.weights_access_token is not None:  # whose it is will do, and no secret is put on disk
+        call.reader, call.content_type = reader, JSON
+        call.body = to_json(request.model_copy(update={"weights_access_token": None}))
     if request.model_id is None:
         return await _create_by_loading(state, call, request, reader)
     model_id = request.model_id
@@ -453,8 +462,12 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
     base_model = (await live_run(state, model_id)).run.base_model
 
     def work() -> LoadWeightsResponse:
-        saved = find_checkpoint(state, request.path, "weights", base_model, reader=reader)
-        state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
+        assert call.number is not None
+        if (loaded := loaded_before(state, call, model_id, call.number)) is not None:
+            state.engine.load(model_id, loaded, optimizer=True)
+        else:
+            saved = find_checkpoint(state, request.path, "weights", base_model, reader=reader)
+            state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
         return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
 
     return await enqueue(state, call, model_id, request.seq_id, work)
@@ -467,11 +480,17 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
     session_id, model_id = request.session_id, f"{request.session_id}:train:{request.model_seq_id}"
 
     def work() -> LiveRun:
-        saved = find_checkpoint(state, request.path, "weights", request.base_model, reader=reader)
-        optimizer = request.optimizer_config or OptimizerConfigBase.from_wire(saved.optimizer)
-        live = LiveRun(new_run(state, model_id, call, saved.base_model, saved.lora, optimizer))
+        loaded, known = loaded_before(state, call, model_id, 0), state.store.run(model_id)
+        if loaded is not None and known is not None:
+            optimizer = OptimizerConfigBase.from_wire(known.optimizer)
+            base_model, lora, directory = known.base_model, known.lora, loaded
+        else:
+            saved = find_checkpoint(state, request.path, "weights", request.base_model, reader=reader)
+            optimizer = request.optimizer_config or OptimizerConfigBase.from_wire(saved.optimizer)
+            base_model, lora, directory = saved.base_model, saved.lora, saved.directory
+        live = LiveRun(new_run(state, model_id, call, base_model, lora, optimizer))
         try:
-            state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
+            state.engine.load(model_id, directory, optimizer=request.optimizer or directory == loaded)
             write_state(state, live, 0)  # the checkpoint may be deleted as soon as the client knows that it is loaded
         except BaseException:  # a run that is not what was asked for must not be trained by mistake
             state.engine.drop(model_id)
@@ -550,7 +569,8 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
     request: SampleRequest = call.request
     sampler = await _sampler_of(state, call, request)
     number = secrets.token_hex(8) if request.seq_id is None else request.seq_id
-    request_id, target = f"{sampler.sampler_id}:{number}", target_of(sampler.sampler_id, request.seq_id)
+    request_id = call.request_id or f"{sampler.sampler_id}:{number}"
+    target = target_of(sampler.sampler_id, request.seq_id)
     known = state.promises.get(request_id)
     if known is not None and known.digest != call.digest:
         request_id = failed_receipt(state, request_id, sampler.session_id, call, target)
@@ -594,7 +614,8 @@ async def _sampler_of(state: State, call: Call, request: SampleRequest) -> Sampl
         if request.base_model is None and request.model_path is None:
             raise Refusal(400, "a sample needs a sampling_session_id, a base_model or a model_path")
         base_model = await _source(state, call, request.base_model, request.model_path)
-        return Sampler(f"direct:{uuid.uuid4()}", "direct", base_model, request.model_path, owner=call.owner)
+        name = call.request_id.rpartition(":")[0] if call.request_id else f"{DIRECT}:{uuid.uuid4()}"
+        return Sampler(name, DIRECT, base_model, request.model_path, owner=call.owner)
     sampler = await asyncio.to_thread(state.store.sampler, request.sampling_session_id)
     if sampler is None:
         raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")

@@ -132,9 +132,15 @@ class Journal:
         sync_directory(self.directory)
 
     def read(self) -> list[Entry]:
-        """Every record, in the order of writing; what was torn is cut off, and writing goes on after the rest."""
+        """Every record of earlier lives, in the order of writing; what was torn is cut off.
+
+        The segment being written to is left alone: what looks torn there is on its way.
+        """
         entries = []
+        current = None if self._file is None else Path(self._file.name)
         for path in sorted(self.directory.glob("segment-*.log")):
+            if path == current:
+                continue
             data = path.read_bytes()
             end = 0
             for entry, after in decode(data):

@@ -7,9 +7,10 @@ it is forgotten and its id answers "gone". Samples are noted in a log as they en
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -28,6 +29,14 @@ KEEP_GONE = 100_000
 """How many expired ids are told from unknown ones."""
 
 _scrubber = Scrubber()
+
+
+class Left(EngineError):
+    """Work that is not begun because the server stops: its promise stands, and the next life keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping", "server")
+
 
 Target: TypeAlias = tuple[str, int]
 """A sampling session, and the number of one of its clients."""
@@ -147,6 +156,11 @@ class Promises:
         self._gone: dict[str, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._clock = clock
+        self._held: set[asyncio.Timeout] = set()
+        self.are_left = False
+        """Whether the server stops: what is not begun is left to its next life, and nobody is held any more."""
+        self.are_closed = False
+        """Whether the worker has ended: what it did not finish has not failed, for the next life does it."""
 
     def __len__(self) -> int:
         return len(self._promises)
@@ -175,9 +189,25 @@ class Promises:
 
     def follow(self, promise: Promise, work: Awaitable[Any]) -> None:
         """Settle a promise with what some work gives, whenever it does."""
-        task = asyncio.ensure_future(_follow(promise, work))
+        task = asyncio.ensure_future(self._follow(promise, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    @contextlib.asynccontextmanager
+    async def holding(self, seconds: float) -> AsyncIterator[None]:
+        """Hold a poll for so long, or until the server stops; TimeoutError then."""
+        async with asyncio.timeout(0 if self.are_left else seconds) as limit:
+            self._held.add(limit)
+            try:
+                yield
+            finally:
+                self._held.discard(limit)
+
+    def leave(self) -> None:
+        """Begin nothing more, and let those go who wait."""
+        self.are_left = True
+        for limit in self._held:
+            limit.reschedule(asyncio.get_running_loop().time())
 
     def is_over(self, request_id: str) -> bool:
         """Whether nobody will ask for a result any more: it was forgotten, or read some time ago."""
@@ -254,15 +284,17 @@ class Promises:
         if (log := self._logs.get(promise.target)) is not None:
             log.add(promise)
 
-
-async def _follow(promise: Promise, work: Awaitable[Any]) -> None:
-    try:
-        promise.settle(await work)
-    except EngineError as error:
-        promise.fail(str(error), RequestErrorCategory(error.category))
-    except Exception as error:
-        logger.exception("%s failed", promise.request_id)
-        promise.fail(internal(error), RequestErrorCategory.Server)
+    async def _follow(self, promise: Promise, work: Awaitable[Any]) -> None:
+        try:
+            promise.settle(await work)
+        except Left:
+            return
+        except EngineError as error:
+            if not self.are_closed:
+                promise.fail(str(error), RequestErrorCategory(error.category))
+        except Exception as error:
+            logger.exception("%s failed", promise.request_id)
+            promise.fail(internal(error), RequestErrorCategory.Server)
 
 
 def internal(error: Exception) -> str:

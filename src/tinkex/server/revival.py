@@ -18,15 +18,21 @@ from typing import Any, TypeAlias
 
 from tinkex import codec
 from tinkex.protocol import BY_NAME
+from tinkex.server.checkpoints import clear_leftovers
 from tinkex.server.journal import Entry, decode
 from tinkex.server.scheduler import Lane
-from tinkex.server.state import READ, Call, LiveRun, Queued, Refusal, State, file_name
+from tinkex.server.state import DIRECT, READ, Call, LiveRun, Queued, Refusal, State, file_name
 from tinkex.server.store import Run
 from tinkex.server.submission import GIVEN_UP, digest_of, give_up_gap, spend
 from tinkex.types.sessions import RequestFailedResponse
 from tinkex.types.training import CreateModelResponse, OptimizerConfigBase
 
 logger = logging.getLogger("tinkex.server")
+
+SCRATCH = ("*/*/.saving-*", "*/*/.deleting-*")
+"""What saving and deleting checkpoints leave when they are not finished, and …"""
+ABANDONED_SECONDS = 3600.0
+"""… after how long nobody can be at it any more, another process with the same data directory included."""
 
 Handlers: TypeAlias = Mapping[str, Callable[[State, Call], Awaitable[Any]]]
 
@@ -42,10 +48,14 @@ def take_up_sessions(state: State) -> None:
     sessions = state.store.open_sessions()
     for session_id in sessions:
         state.heard.setdefault(session_id, now)
-    names = {file_name(session_id) for session_id in sessions} | {"direct"}
+    names = {file_name(session_id) for session_id in sessions} | {DIRECT}
     for place in ("runs", "samples", "snapshots"):
         for directory in (state.data_dir / place).glob("*"):
             if re.split(r"_(?:train|sample|loss)_", directory.name)[0] not in names:
+                shutil.rmtree(directory, ignore_errors=True)
+    for pattern in SCRATCH:  # runs that are taken up again have theirs removed at once
+        for directory in state.checkpoint_dir.glob(pattern):
+            if time.time() - directory.stat().st_mtime > ABANDONED_SECONDS:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -59,7 +69,10 @@ async def _revive(state: State, handlers: Handlers, name: str) -> None:
         return
     directory = state.samples_directory(name)
     if await asyncio.to_thread(directory.is_dir):
-        await _revive_samples(state, handlers, name, directory)
+        try:
+            await _revive_samples(state, handlers, name, directory)
+        except Exception:
+            logger.exception("the samples of %s could not be taken up again", name)
 
 
 # ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -77,11 +90,12 @@ async def _revive_run(state: State, handlers: Handlers, model_id: str, directory
     if await asyncio.to_thread(state.store.session_state, session_id) != "active":
         return
     state.heard[session_id] = time.monotonic()
+    await asyncio.to_thread(clear_leftovers, state, model_id)
     if run is not None and frozen is not None:
         live = LiveRun(run, Lane[Queued](number + 1))
         await state.worker.run(_thaw, state, run, frozen)
-        state.runs[model_id] = live
         await asyncio.to_thread(_read_results, state, live, frozen / "results.log")
+        state.runs[model_id] = live  # not before its results are known: one that is asked for again is not a new one
         if state.promises.get(f"{model_id}:0") is None:
             state.promises.add(f"{model_id}:0", b"", session_id).settle(CreateModelResponse(model_id=model_id))
     else:
@@ -142,7 +156,10 @@ def call_of(entry: Entry) -> Call:
         body=entry.body,
         content_type=content_type,
         is_replayed=True,
+        number=entry.number,
+        request_id=entry.facts.get("id"),
         seed=entry.facts.get("seed"),
+        reader=entry.facts.get("reader"),
         owner=entry.facts.get("owner", "local"),
     )
 
@@ -176,9 +193,10 @@ def _read_results(state: State, live: LiveRun, path: Path) -> None:
 
 async def _revive_samples(state: State, handlers: Handlers, session_id: str, directory: Path) -> None:
     """Draw what was asked for again; what nobody asks for any more costs a little time, no more."""
-    if await asyncio.to_thread(state.store.session_state, session_id) != "active":
-        return
-    state.heard[session_id] = time.monotonic()
+    if session_id != DIRECT:
+        if await asyncio.to_thread(state.store.session_state, session_id) != "active":
+            return
+        state.heard[session_id] = time.monotonic()
     entries = await asyncio.to_thread(state.journal(directory).read)
     over = {request_id for entry in entries if entry.facts["op"] == READ for request_id in entry.facts["ids"]}
     for entry in entries:

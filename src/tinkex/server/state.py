@@ -15,8 +15,8 @@ from typing import Any
 from tinkex import codec
 from tinkex.engine import BaseModel, Engine, EngineError
 from tinkex.server.accounts import Accounts
-from tinkex.server.catalogue import Catalogue
-from tinkex.server.journal import Committer, Journal
+from tinkex.server.catalogue import Catalogue, discard
+from tinkex.server.journal import Committer, Journal, sync_directory
 from tinkex.server.metrics import Metrics
 from tinkex.server.promises import Promise, Promises
 from tinkex.server.refusals import Refusal as Refusal  # for those who know the state, from one place
@@ -26,6 +26,8 @@ from tinkex.server.usage import Meter
 
 logger = logging.getLogger("tinkex.server")
 
+DIRECT = "direct"
+"""What stands for a session where samples are asked for without one."""
 READ = "read"
 """What a journal of samples says where results have been read."""
 EXPIRED = "expired"
@@ -96,8 +98,12 @@ class LiveRun:
     new_state: int | None = None
     """The number of a state whose files are written and not in force yet."""
     enforcing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    unsaved_samplers: list[str] = field(default_factory=list)
-    """Nameless samplers of this run that are only in memory."""
+    unsaved_samplers: dict[str, int] = field(default_factory=dict)
+    """Nameless samplers of this run that are only in memory, and the numbers they were asked for under."""
+    done: int = 0
+    """The number of the operation that was carried out last."""
+    is_between_steps: bool = True
+    """Whether no gradient is pending: only then does a state stand for all that was done."""
 
 
 @dataclass(slots=True)
@@ -113,8 +119,14 @@ class Call:
     content_type: str = codec.JSON
     is_replayed: bool = False
     """Whether the request was taken by an earlier life of the server: it is on disk already."""
+    number: int | None = None
+    """The place in its run's order, or in the journal of samples, once it has one."""
+    request_id: str | None = None
+    """The id that a sample was acknowledged under, if it was taken before."""
     seed: int | None = None
     """The seed that was drawn for a sample, if it was drawn before."""
+    reader: str | None = None
+    """The account of an access token that came along; it is kept instead of the token."""
     owner: str = LOCAL_OWNER
     """Who asks: the account of the key."""
     key_id: int = 0
@@ -207,7 +219,7 @@ class State:
         journal = self.journals.pop(str(directory), None)
         if journal is not None:
             journal.close()
-        shutil.rmtree(directory, ignore_errors=True)
+        discard(directory)  # a half of it must not be taken for a run after a crash
 
     def close_journals(self) -> None:
         """Finish what is being written."""
@@ -249,7 +261,8 @@ class State:
         self.worker.run(self.catalogue.touch, self._take_asked())
         self.worker.cancel_samples(f"{session_id}:")
         for sampler in [name for name in self.snapshots if name.startswith(f"{session_id}:")]:
-            self.worker.run(self._forget_snapshot, sampler, self.snapshots.pop(sampler))
+            del self.snapshots[sampler]
+            self.worker.run(self._forget_snapshot, sampler)
             self.loading.pop(sampler, None)
         for sampler in [name for name in self.bound if name.startswith(f"{session_id}:")]:
             del self.bound[sampler]
@@ -278,20 +291,32 @@ class State:
         self.snapshots[sampler] = None
         in_memory = [name for name, directory in self.snapshots.items() if directory is None]
         for name in in_memory[: -self.limits.snapshots]:
-            directory = self.snapshot_directory(name)
-            self.snapshots[name] = directory  # whoever asks from now on is queued behind the saving
-            self.worker.run(self._spill_snapshot, name, directory)
+            self.snapshots[name] = self.snapshot_directory(name)  # whoever asks from now on is queued behind the saving
+            self.worker.run(self._spill_snapshot, name)
 
-    def _spill_snapshot(self, sampler: str, directory: Path) -> None:
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        self.engine.save_sampler(sampler, directory)
+    def _spill_snapshot(self, sampler: str) -> None:
+        self.put_snapshot(sampler)
         self.engine.drop_sampler(sampler)
 
-    def _forget_snapshot(self, sampler: str, directory: Path | None) -> None:
+    def put_snapshot(self, sampler: str) -> None:
+        """Have a nameless sampler's weights on disk, whole or not at all; once is enough. On the worker."""
+        directory = self.snapshot_directory(sampler)
+        if directory.is_dir():
+            return
+        scratch = directory.with_name(f"{directory.name}.new")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        self.engine.save_sampler(sampler, scratch)
+        scratch.rename(directory)
+        sync_directory(directory.parent)
+
+    def drop_snapshot_files(self, sampler: str) -> None:
+        """Have nothing of a nameless sampler on disk. On the worker."""
+        shutil.rmtree(self.snapshot_directory(sampler), ignore_errors=True)
+
+    def _forget_snapshot(self, sampler: str) -> None:
         self.engine.drop_sampler(sampler)
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+        self.drop_snapshot_files(sampler)
 
     async def note_read_samples(self) -> None:
         """Let the journals of samples know which results have reached their readers, and drop what is over."""
@@ -341,9 +366,24 @@ class State:
         ended = [(now, EXPIRED, self._silence(), now - self.limits.session_seconds)]
         self.store.change(("UPDATE sessions SET heard = MAX(heard, ?) WHERE session_id = ?", heard), (expire, ended))
 
-    async def drain(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
-        """Take nothing more in, and wait for what is under way: until it is done, time is up, or it is urgent."""
+    def refuse_if_stopping(self) -> None:
+        """Send whoever waits away when the server stops: what was promised is kept by its next life."""
+        if self.promises.are_left:
+            raise Refusal(503, "this server is shutting down; ask again", headers={"Retry-After": "1"})
+
+    async def drain(self) -> None:
+        """Take nothing more in, and wait for what is under way: until it is done, or time is up."""
         self.is_draining = True
         deadline = time.monotonic() + self.limits.drain_seconds
-        while any(self.meter.open.values()) and time.monotonic() < deadline and not is_urgent():  # noqa: ASYNC110
+        while sum(self.meter.open.values()) > self._held_up() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+    def _held_up(self) -> int:
+        """How many operations wait for one that has not come, and that is not let in any more."""
+        return sum(
+            not promise.done.is_set()
+            for live in self.runs.values()
+            if (missing := live.lane.missing) is not None
+            for number, promise in live.recent.items()
+            if number > missing
+        )

@@ -78,6 +78,11 @@ MIGRATIONS = (
     CREATE INDEX samplers_of_session ON samplers (session_id);
     ALTER TABLE sessions ADD COLUMN heard REAL NOT NULL DEFAULT 0
     """,
+    """
+    CREATE TABLE saves (request_id TEXT PRIMARY KEY, tinker_path TEXT NOT NULL, size_bytes INTEGER NOT NULL);
+    INSERT INTO saves SELECT request_id, tinker_path, size_bytes FROM checkpoints WHERE request_id IS NOT NULL;
+    ALTER TABLE checkpoints DROP COLUMN request_id
+    """,
 )
 
 DATABASE = "tinkex.sqlite3"
@@ -135,12 +140,18 @@ class SavedCheckpoint:
     owner: str = LOCAL_OWNER
     public: bool = False
     project_id: str | None = None
-    request_id: str | None = None
-    """The request that saved it: carried out again after a crash, it finds its own work done."""
 
     def is_shown_to(self, owner: str) -> bool:
         """Whether someone may read it: its owner, and everyone once it is published."""
         return self.public or self.owner == owner
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """What a request for saving was answered; its checkpoint may have been replaced or deleted since."""
+
+    tinker_path: str
+    size_bytes: int
 
 
 class Store:
@@ -174,10 +185,8 @@ class Store:
             self._db.close()
 
     def _insert(self, table: str, row: dict[str, Any], *, replace: bool = False) -> None:
-        columns, marks = ", ".join(row), ", ".join("?" * len(row))
-        verb = "INSERT OR REPLACE" if replace else "INSERT"
         with self._lock:
-            self._db.execute(f"{verb} INTO {table} ({columns}) VALUES ({marks})", tuple(row.values()))
+            self._db.execute(_insertion(table, row, replace=replace), tuple(row.values()))
 
     def _one(self, query: str, *values: Any) -> sqlite3.Row | None:
         with self._lock:
@@ -234,12 +243,14 @@ class Store:
         return [row["session_id"] for row in rows]
 
     def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
-        """Record how a session ended; the first reason stays."""
-        with self._lock:
-            self._db.execute(
+        """Record how a session ended; the first reason stays. What it saved need not be told from new requests now."""
+        self.change(
+            (
                 "UPDATE sessions SET finished = ?, reason = ?, detail = ? WHERE session_id = ? AND finished IS NULL",
-                (time.time(), reason, detail, session_id),
-            )
+                [(time.time(), reason, detail, session_id)],
+            ),
+            ("DELETE FROM saves WHERE request_id > ? || ':' AND request_id < ? || ';'", [(session_id, session_id)]),
+        )
 
     # ── runs and samplers ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -318,28 +329,33 @@ class Store:
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def put_checkpoint(self, saved: SavedCheckpoint) -> None:
-        """Record a checkpoint whose files are already in place."""
-        self._insert(
-            "checkpoints",
-            {
-                "tinker_path": saved.tinker_path,
-                "model_id": saved.model_id,
-                "directory": saved.directory.relative_to(self._root).as_posix(),
-                "base_model": saved.base_model,
-                "lora": saved.lora.model_dump_json(),
-                "optimizer": json.dumps(saved.optimizer),
-                "size_bytes": saved.size_bytes,
-                "created": saved.created,
-                "expires": saved.expires,
-                "user_metadata": json.dumps(saved.user_metadata),
-                "owner": saved.owner,
-                "public": saved.public,
-                "project_id": saved.project_id,
-                "request_id": saved.request_id,
-            },
-            replace=True,
+    def put_checkpoint(self, saved: SavedCheckpoint, request_id: str | None = None) -> None:
+        """Record a checkpoint whose files are already in place, and with it that a request for it has been met."""
+        row = {
+            "tinker_path": saved.tinker_path,
+            "model_id": saved.model_id,
+            "directory": saved.directory.relative_to(self._root).as_posix(),
+            "base_model": saved.base_model,
+            "lora": saved.lora.model_dump_json(),
+            "optimizer": json.dumps(saved.optimizer),
+            "size_bytes": saved.size_bytes,
+            "created": saved.created,
+            "expires": saved.expires,
+            "user_metadata": json.dumps(saved.user_metadata),
+            "owner": saved.owner,
+            "public": saved.public,
+            "project_id": saved.project_id,
+        }
+        met = [] if request_id is None else [(request_id, saved.tinker_path, saved.size_bytes)]
+        self.change(
+            (_insertion("checkpoints", row, replace=True), [tuple(row.values())]),
+            ("INSERT INTO saves VALUES (?, ?, ?)", met),
         )
+
+    def save(self, request_id: str) -> Save | None:
+        """What a request for saving was answered, if it has been met: it must not be met twice, in any life."""
+        row = self._one("SELECT tinker_path, size_bytes FROM saves WHERE request_id = ?", request_id)
+        return None if row is None else Save(row["tinker_path"], row["size_bytes"])
 
     def checkpoint(self, tinker_path: str) -> SavedCheckpoint | None:
         """A checkpoint by its path, unless it has expired."""
@@ -365,5 +381,9 @@ class Store:
             owner=row["owner"],
             public=bool(row["public"]),
             project_id=row["project_id"],
-            request_id=row["request_id"],
         )
+
+
+def _insertion(table: str, row: dict[str, Any], *, replace: bool) -> str:
+    columns, marks = ", ".join(row), ", ".join("?" * len(row))
+    return f"INSERT {'OR REPLACE ' if replace else ''}INTO {table} ({columns}) VALUES ({marks})"

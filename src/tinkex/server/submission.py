@@ -21,7 +21,7 @@ from typing import Any
 from tinkex.engine import EngineError
 from tinkex.server.journal import Entry, Journal, sync_directory
 from tinkex.server.journal import encode as encode_entry
-from tinkex.server.promises import JUST_READ, Promise, Target
+from tinkex.server.promises import JUST_READ, Left, Promise, Target
 from tinkex.server.results import encode
 from tinkex.server.state import CARRY_ON, Call, LiveRun, Queued, Refusal, State
 from tinkex.types.sampling import SampleRequest
@@ -31,10 +31,15 @@ logger = logging.getLogger("tinkex.server")
 
 GIVEN_UP = "given_up"
 """What the journal says instead of an operation where a number was no longer waited for."""
+UNLOAD = ":unload"
+"""What follows a run's id in the id of the request that unloads it."""
 STATE_OPERATIONS = 32
 """After so many operations of a run, or …"""
 STATE_SECONDS = 30.0
 """… so many seconds, its next optimizer step puts its state on disk."""
+
+LEAVE_SECONDS = 10.0
+"""How long a server that stops may take to put its runs on disk."""
 
 
 async def promise_once(
@@ -68,8 +73,10 @@ async def _taken(
 
     async def taking() -> None:
         facts: dict[str, Any] = {"op": call.op, "type": call.content_type, "owner": call.owner}
-        if not call.op:
-            facts["digest"] = call.digest.hex()  # the body is the reason, not the request
+        if not call.op or call.reader is not None:
+            facts["digest"] = call.digest.hex()  # the body is the reason, or lacks the token: not what came
+        if call.reader is not None:
+            facts["reader"] = call.reader
         if call.seed is not None:
             facts |= {"seed": call.seed, "id": promise.request_id}
         await journal.append(number, facts, call.body)
@@ -93,8 +100,10 @@ async def take_sample(
         call.seed = secrets.randbits(63) if seed is None else seed
     drawing = functools.partial(draw, call.seed)
     journal = state.journal(state.samples_directory(promise.session_id))
-    number = state.samples.setdefault(promise.session_id, {})[promise.request_id] = time.time_ns()
-    await _taken(state, promise, journal, number, call, lambda: state.promises.follow(promise, drawing()))
+    if call.number is None:
+        call.number = time.time_ns()
+    state.samples.setdefault(promise.session_id, {})[promise.request_id] = call.number
+    await _taken(state, promise, journal, call.number, call, lambda: state.promises.follow(promise, drawing()))
 
 
 async def live_run(state: State, model_id: str) -> LiveRun:
@@ -130,7 +139,9 @@ async def enqueue(
     The work of a pass is to start it on the engine, under a name that it is given; other work is done when it returns.
     """
     live = await live_run(state, model_id)
-    number = _free(state, live) if seq_id is None else seq_id
+    if call.number is None:
+        call.number = _free(state, live) if seq_id is None else seq_id
+    number = call.number
     if number < 1:
         raise Refusal(400, f"seq_id must be at least 1, got {number}")
     request_id = f"{model_id}:{number}"
@@ -155,7 +166,7 @@ async def enqueue(
             return
         live.recent[number] = promise
         doing = functools.partial(work, request_id) if is_pass else work
-        queued = Queued(promise, functools.partial(_work, state, live, number, call.op, doing), after, is_pass=is_pass)
+        queued = Queued(promise, functools.partial(_work, state, live, number, call, doing), after, is_pass=is_pass)
         try:
             released = live.lane.offer(number, queued)
         except ValueError:
@@ -175,31 +186,78 @@ def _free(state: State, live: LiveRun) -> int:
     return number
 
 
-def _work(state: State, live: LiveRun, number: int, op: str, work: Callable[[], Any]) -> Any:
+def _work(state: State, live: LiveRun, number: int, call: Call, work: Callable[[], Any]) -> Any:
     """Carry an operation out; where nothing is pending after it, the run's state may go to disk. On the worker."""
-    result = work()
+    if state.promises.are_left:
+        raise Left()
+    if call.op in ("forward_backward", "forward") and not call.request.forward_only:
+        live.is_between_steps = False
+    live.done = number
     live.since_state += 1
+    result = work()
+    if call.op in ("optim_step", "load_weights"):
+        live.is_between_steps = True
     overdue = live.since_state >= STATE_OPERATIONS or time.monotonic() - live.state_time >= STATE_SECONDS
     # What was loaded may be deleted once the client knows that it is loaded: that state cannot wait.
-    if op == "load_weights" or (op == "optim_step" and overdue):
+    if call.op == "load_weights" or (call.op == "optim_step" and overdue):
         write_state(state, live, number)
     return result
 
 
 def write_state(state: State, live: LiveRun, number: int) -> None:
-    """Write the files of a state that comes into force later. On the worker."""
-    directory = state.run_directory(live.run.model_id) / f"state-{number}.new"
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    state.engine.save(live.run.model_id, directory, optimizer=True)
+    """Write the files of a state, whole or not at all; it comes into force later. On the worker."""
+    directory = state.run_directory(live.run.model_id)
+    for unfinished in directory.glob("unfinished-*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    written = directory / f"state-{number}.new"
+    if not written.is_dir():  # else an earlier life got so far, with the same bits
+        scratch = directory / f"unfinished-{number}"
+        scratch.mkdir(parents=True)
+        state.engine.save(live.run.model_id, scratch, optimizer=True)
+        scratch.rename(written)
     live.new_state, live.since_state, live.state_time = number, 0, time.monotonic()
 
 
-def settle_state(state: State, live: LiveRun) -> None:
+def loaded_before(state: State, call: Call, model_id: str, number: int) -> Path | None:
+    """What a load gave in an earlier life of the server: the checkpoint may be another by now, or gone."""
+    written = state.run_directory(model_id) / f"state-{number}.new"
+    return written if call.is_replayed and written.is_dir() else None
+
+
+def settle_state(state: State, live: LiveRun) -> asyncio.Task[None] | None:
     """Have a state that was written come into force, with the results and samplers that go with it."""
-    if live.new_state is not None:
-        number, live.new_state = live.new_state, None
-        state.promises.keep(asyncio.ensure_future(_enforce_in_turn(state, live, number)))
+    if live.new_state is None:
+        return None
+    number, live.new_state = live.new_state, None
+    task = asyncio.ensure_future(_enforce_in_turn(state, live, number))
+    state.promises.keep(task)
+    return task
+
+
+async def leave(state: State) -> None:
+    """Begin nothing more, send those who wait away, and put the runs on disk as they stand: the next life is quick.
+
+    What does not get done within a time is left to the journals, like everything else that was promised.
+    """
+    if state.promises.are_left:
+        return
+    state.is_draining = True
+    state.promises.leave()
+    try:
+        async with asyncio.timeout(LEAVE_SECONDS):
+            for live in list(state.runs.values()):
+                await state.worker.run(_write_last_state, state, live)
+                if (settling := settle_state(state, live)) is not None:
+                    await settling
+                async with live.enforcing:  # one that was on its way
+                    pass
+    except TimeoutError:
+        logger.warning("not every run could be put on disk in time; the next start takes them up from their journals")
+
+
+def _write_last_state(state: State, live: LiveRun) -> None:
+    if live.since_state and live.is_between_steps:
+        write_state(state, live, live.done)
 
 
 async def _enforce_in_turn(state: State, live: LiveRun, number: int) -> None:
@@ -216,21 +274,18 @@ async def _enforce(state: State, live: LiveRun, number: int) -> None:
     now = time.monotonic()
     covered = {key: promise for key, promise in live.recent.items() if key <= number}
     wanted = [p for p in covered.values() if not p.read or now - p.read < JUST_READ]
-    samplers, live.unsaved_samplers = live.unsaved_samplers, []
     try:
-        for sampler in samplers:
-            if state.snapshots.get(sampler, final) is None:
-                await state.worker.run(save_snapshot, state, sampler)
+        for sampler in [name for name, taken in live.unsaved_samplers.items() if taken <= number]:
+            if sampler in state.snapshots:
+                await state.worker.run(state.put_snapshot, sampler)
+            live.unsaved_samplers.pop(sampler, None)
         for promise in wanted:
             await promise.done.wait()
         await asyncio.to_thread(_write_results, written / "results.log", wanted)
-        if final.exists():
-            shutil.rmtree(final)
         written.rename(final)
         sync_directory(directory)
     except (OSError, EngineError):
         logger.exception("the state of %s could not be put on disk; its journal stays", live.run.model_id)
-        live.unsaved_samplers = samplers + live.unsaved_samplers
         return
     for key in covered:
         if key in live.recent and live.recent[key].read:
@@ -239,17 +294,6 @@ async def _enforce(state: State, live: LiveRun, number: int) -> None:
     for old in directory.glob("state-*"):
         if old != final and _number_of(old) < number:
             shutil.rmtree(old, ignore_errors=True)
-
-
-def save_snapshot(state: State, sampler: str) -> None:
-    """Put a nameless sampler's weights on disk; it stays in memory. On the worker."""
-    directory = state.snapshot_directory(sampler)
-    scratch = directory.with_name(f"{directory.name}.new")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    state.engine.save_sampler(sampler, scratch)
-    shutil.rmtree(directory, ignore_errors=True)
-    scratch.rename(directory)
 
 
 def _write_results(path: Path, promises: Sequence[Promise]) -> None:
@@ -274,29 +318,54 @@ def _number_of(directory: Path) -> int:
 
 async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIFuture:
     """Drop a run's adapter after everything that was asked of it; to drop it again changes nothing."""
-    request_id, response = f"{model_id}:unload", UnloadModelResponse(model_id=model_id, type="unload_model")
+    request_id = f"{model_id}{UNLOAD}"
     receipt = UntypedAPIFuture(request_id=request_id, model_id=model_id)
-    if state.promises.get(request_id) is not None:
+    if not call.is_replayed:
+        await state.revived(model_id)
+    known = state.promises.get(request_id)
+    if known is not None:
+        if known.recorded is not None:
+            await asyncio.shield(known.recorded)
         return receipt
-    await state.revived(model_id)
     live = state.runs.get(model_id)
     if live is None:
-        run = await asyncio.to_thread(state.store.run, model_id)
-        if run is None:
+        if not await recall_unload(state, model_id):
             raise Refusal(404, f"there is no model {model_id!r}")
-        state.promises.add(request_id, call.digest, run.session_id).settle(response)
         return receipt
 
     def after(_: None) -> UnloadModelResponse:
         state.runs.pop(model_id, None)
         state.forget_directory(state.run_directory(model_id))
-        return response
+        return UnloadModelResponse(model_id=model_id, type="unload_model")
+
+    def begin() -> None:
+        work = functools.partial(_drop, state, model_id)
+        _release(state, live, live.lane.offer(last, Queued(promise, work, after, is_due_anyway=True)))
 
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
-    live.last = live.lane.free
-    work = functools.partial(state.engine.drop, model_id)
-    _release(state, live, live.lane.offer(live.last, Queued(promise, work, after, is_due_anyway=True)))
+    last = live.last = _free(state, live) if call.number is None else call.number
+    try:
+        await _taken(state, promise, state.journal(state.run_directory(model_id)), last, call, begin)
+    except Refusal:
+        live.last = None
+        raise
     return receipt
+
+
+def _drop(state: State, model_id: str) -> None:
+    if state.promises.are_left:
+        raise Left()
+    state.engine.drop(model_id)
+
+
+async def recall_unload(state: State, model_id: str) -> bool:
+    """Promise the unloading of a run that is not loaded: it is done. False when there is no such run."""
+    run = await asyncio.to_thread(state.store.run, model_id)
+    if run is None or model_id in state.runs:
+        return False
+    response = UnloadModelResponse(model_id=model_id, type="unload_model")
+    state.promises.add(f"{model_id}{UNLOAD}", b"", run.session_id).settle(response)
+    return True
 
 
 def _release(state: State, live: LiveRun, released: Iterable[Queued]) -> None:
@@ -317,7 +386,10 @@ def _begin(state: State, live: LiveRun, queued: Queued) -> None:
 
 async def spend_number(state: State, numbered: tuple[str, int] | None, body: bytes, why: str) -> None:
     """Let a refused request use its number up: its client has moved on, and later requests must not wait for it."""
-    if numbered is not None and numbered[0] in state.runs:
+    if numbered is None:
+        return
+    await state.revived(numbered[0])
+    if numbered[0] in state.runs:
         await spend(state, Call(None, {}, digest_of("", body), op="", body=why.encode()), *numbered)
 
 
@@ -366,13 +438,22 @@ def _watch_gap(state: State, live: LiveRun) -> None:
 
 def _close_gap(state: State, live: LiveRun, missing: int) -> None:
     live.gap = live.gap_timer = None
-    journal = state.journal(state.run_directory(live.run.model_id))
-    state.promises.keep(asyncio.ensure_future(journal.append(missing, {"op": GIVEN_UP})))
+    state.promises.keep(asyncio.ensure_future(_give_up_durably(state, live, missing)))
+
+
+async def _give_up_durably(state: State, live: LiveRun, missing: int) -> None:
+    """Put it on disk before anybody is told that a number was given up: another life must not carry it out."""
+    try:
+        await state.journal(state.run_directory(live.run.model_id)).append(missing, {"op": GIVEN_UP})
+    except OSError:
+        logger.exception("that request %d of %s was given up cannot be put on disk", missing, live.run.model_id)
     give_up_gap(state, live, missing)
 
 
 def give_up_gap(state: State, live: LiveRun, missing: int) -> None:
     """Stop waiting for a number: what waited for it fails, and the run goes on."""
+    if live.lane.missing != missing:  # it came while this was put on disk
+        return
     waiting = live.lane.give_up()
     abandoned = [queued for queued in waiting if not queued.is_due_anyway]
     for queued in abandoned:

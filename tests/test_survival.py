@@ -1,0 +1,455 @@
+"""What a server acknowledged and then died of, case by case: a copy of its data directory is what kill -9 leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import pass_json, sample_json, step_json
+from tinkex.engine import EngineError
+from tinkex.engine.fake import FakeEngine
+from tinkex.local import AsgiExchange
+from tinkex.server import promises, state, submission
+from tinkex.server.accounts import create_key
+from tinkex.server.app import create_app
+from tinkex.server.journal import Committer, Journal
+from tinkex.server.state import Limits
+
+POLL = Limits(poll_seconds=5)
+
+
+class Life:
+    """One life of a server, spoken to without a socket."""
+
+    def __init__(self, app: Any, exchange: AsgiExchange) -> None:
+        self.state: state.State = app.state.server
+        self._exchange = exchange
+
+    async def send(self, path: str, body: Any, key: str | None = None, method: str = "POST") -> tuple[int, Any]:
+        headers = {"Content-Type": "application/json"} | ({"X-API-Key": key} if key else {})
+        data = json.dumps(body).encode() if body is not None else None
+        reply = await self._exchange.send(method, f"/api/v1/{path}", headers, data, 20)
+        return reply.status, json.loads(reply.body)
+
+    async def post(self, path: str, body: Any, key: str | None = None) -> Any:
+        status, answer = await self.send(path, body, key)
+        assert status == 200, answer
+        return answer
+
+    async def submit(self, path: str, body: Any, key: str | None = None) -> str:
+        return str((await self.post(path, body, key))["request_id"])
+
+    async def result(self, request_id: str, key: str | None = None) -> Any:
+        return await self.post("retrieve_future", {"request_id": request_id}, key)
+
+    async def run(self, path: str, body: Any, key: str | None = None) -> Any:
+        return await self.result(await self.submit(path, body, key), key)
+
+    async def session(self, key: str | None = None) -> str:
+        return str((await self.post("create_session", {"tags": [], "sdk_version": "0"}, key))["session_id"])
+
+    async def model(self) -> str:
+        body = {"session_id": await self.session(), "model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
+        return str((await self.run("create_model", body))["model_id"])
+
+
+@asynccontextmanager
+async def life(data_dir: Path, engine: FakeEngine | None = None, limits: Limits = POLL) -> AsyncIterator[Life]:
+    app = create_app(engine or FakeEngine(), data_dir, limits=limits)
+    exchange = AsgiExchange(app)
+    await exchange.open()
+    try:
+        yield Life(app, exchange)
+    finally:
+        await exchange.close()
+
+
+def killed(data_dir: Path) -> Path:
+    """What is on disk at this moment, for another life to begin with."""
+    target = data_dir.with_name(f"{data_dir.name}-killed")
+    shutil.copytree(data_dir, target, ignore=shutil.ignore_patterns("*-shm"))
+    return target
+
+
+def played(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def failing(named: str) -> Callable[[str, str], None]:
+    """A fault of the engine in one of its methods."""
+
+    def fail(method: str, subject: str) -> None:
+        if method == named:
+            raise EngineError("the disk is full", "server")
+
+    return fail
+
+
+def save_json(model: str, number: int | None, name: str, **fields: Any) -> dict[str, Any]:
+    return {"model_id": model, "seq_id": number, "path": name, **fields}
+
+
+# ── saving and loading ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("S44")
+def test_a_save_that_was_replaced_or_deleted_since_is_not_done_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as first:
+            model = await first.model()
+            saves = [save_json(model, 1, "x"), save_json(model, 2, "y"), save_json(model, 3, "x", overwrite=True)]
+            ids = [await first.submit("save_weights", body) for body in saves]
+            ids.append(await first.submit("save_weights_external", save_json(model, 4, "out")))
+            ids.append(await first.submit("save_weights", save_json(model, None, "unnumbered")))
+            told = [await first.result(request_id) for request_id in ids]
+            assert not any("error" in answer for answer in told), told
+            status, _ = await first.send(f"training_runs/{model}/checkpoints/weights/y", None, method="DELETE")
+            assert status == 200
+            image = killed(tmp_path / "a")
+        async with life(image) as second:
+            assert [await second.result(request_id) for request_id in ids] == told
+            left = {
+                saved.tinker_path.rpartition("/")[2]
+                for saved in second.state.catalogue.checkpoints("local", limit=-1, offset=0)[0]
+            }
+            assert left == {"x", "out", "unnumbered"}, "what was deleted came back"
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
+def test_what_a_killed_save_left_behind_is_removed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as first:
+            model = await first.model()
+            await first.run("save_weights", save_json(model, 1, "x"))
+            image = killed(tmp_path / "a")
+        (place,) = (image / "checkpoints").glob("*/weights")
+        old, new = image / "checkpoints/a/weights/.saving-1", image / "checkpoints/a/weights/.saving-2"
+        for elsewhere in (old, new):
+            elsewhere.mkdir(parents=True)
+        os.utime(old, (1, 1))
+        for leftover in (".saving-1", ".deleting-2", "never-recorded"):
+            (place / leftover).mkdir()
+        async with life(image) as second:
+            await second.run("save_weights", save_json(model, 2, "never-recorded"))
+            assert {path.name for path in place.iterdir()} == {"x", "never-recorded"}
+            assert (old.exists(), new.exists()) == (False, True), "another process may be at the new one"
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
+def test_a_load_is_repeated_even_if_what_it_loaded_is_gone(tmp_path: Path) -> None:
+    """The state that a load writes may not be in force yet when its client deletes the checkpoint."""
+
+    async def scenario() -> None:
+        engine = FakeEngine()
+        async with life(tmp_path / "a", engine) as first:
+            model = await first.model()
+            await first.run("forward_backward", pass_json(model, 1))
+            await first.run("optim_step", step_json(model, 2))
+            path = (await first.run("save_weights", save_json(model, 3, "x")))["path"]
+            await first.run("forward_backward", pass_json(model, 4))
+            await first.run("optim_step", step_json(model, 5))
+            body = {"model_id": model, "seq_id": 6, "sampling_session_seq_id": 0}
+            await first.run("save_weights_for_sampler", body)
+            engine.fail = failing("save_sampler")
+            loaded = await first.submit(
+                "load_weights", {"model_id": model, "seq_id": 7, "path": path, "optimizer": True}
+            )
+            assert (await first.result(loaded))["path"] == path
+            again = {"session_id": model.partition(":")[0], "model_seq_id": 1, "path": path, "optimizer": True}
+            created = await first.submit("load_weights", again)
+            other = (await first.result(created))["model_id"]
+            expected = [
+                await first.run("forward_backward", pass_json(run, number)) for run, number in ((model, 8), (other, 1))
+            ]
+            await first.send(f"training_runs/{model}/checkpoints/weights/x", None, method="DELETE")
+            image = killed(tmp_path / "a")
+        async with life(image) as second:
+            assert await second.result(loaded) == {"path": path, "model_id": model, "type": "load_weights"}
+            assert [await second.result(f"{run}:{number}") for run, number in ((model, 8), (other, 1))] == expected
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
+def test_an_unload_is_not_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(delay=0.2)) as first:
+            model = await first.model()
+            last = await first.submit("forward_backward", pass_json(model, 1))
+            unloading = await first.submit("unload_model", {"model_id": model})
+            early = killed(tmp_path / "a")
+            done = await first.result(unloading)
+            late = shutil.copytree(tmp_path / "a", tmp_path / "late", ignore=shutil.ignore_patterns("*-shm"))
+        async with life(early) as second:
+            assert await second.result(unloading) == done
+            assert "metrics" in await second.result(last)
+            assert (await second.send("forward_backward", pass_json(model, 2)))[0] == 410
+            assert not list((early / "runs").iterdir())
+        async with life(late) as third:
+            assert await third.result(unloading) == done
+            assert await third.submit("unload_model", {"model_id": model}) == unloading
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
+def test_that_a_number_was_given_up_is_on_disk_before_anybody_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = os.fdatasync
+
+    def slow(handle: int) -> None:
+        time.sleep(0.3)
+        flush(handle)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", limits=Limits(gap_seconds=0.1)) as first:
+            model = await first.model()
+            monkeypatch.setattr(os, "fdatasync", slow)
+            waiting = await first.submit("forward_backward", pass_json(model, 2))
+            other = asyncio.create_task(first.model())  # what is flushed for it holds up what comes after it
+            told = await first.result(waiting)
+            assert "number 1 of this run never arrived" in told["error"]
+            image = killed(tmp_path / "a")
+            monkeypatch.undo()
+            await other
+        async with life(image) as second:
+            assert await second.result(waiting) == told
+            assert "has passed" in (await second.run("forward_backward", pass_json(model, 1)))["error"]
+
+    played(scenario)
+
+
+# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("S44")
+def test_samples_that_were_not_read_outlive_any_number_of_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promises, "JUST_READ", -1.0)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as first:
+            session = await first.session()
+            body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
+            sampler = (await first.post("create_sampling_session", body))["sampling_session_id"]
+            params = {"max_tokens": 4}  # no seed: the one that was drawn must be used again
+            ids = [
+                await first.submit("asample", sample_json(sampler, number, sampling_params=params))
+                for number in range(3)
+            ]
+            expected = [await first.result(request_id) for request_id in ids]
+            image = killed(tmp_path / "a")
+        async with life(image) as second:
+            assert await second.result(ids[0]) == expected[0]
+            await second.state.note_read_samples()
+            image = killed(image)
+        async with life(image) as third:
+            assert [await third.result(request_id) for request_id in ids[1:]] == expected[1:]
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
+def test_samples_without_a_session_or_a_number_are_found_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as first:
+            session = await first.session()
+            body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
+            sampler = (await first.post("create_sampling_session", body))["sampling_session_id"]
+            direct = sample_json("", None, base_model="fake", sampling_params={"max_tokens": 4})
+            del direct["sampling_session_id"]
+            ids = [await first.submit("asample", body) for body in (direct, sample_json(sampler, None))]
+            expected = [await first.result(request_id) for request_id in ids]
+            image = killed(tmp_path / "a")
+        async with life(image) as second:
+            assert [await second.result(request_id) for request_id in ids] == expected
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
+def test_a_record_that_is_being_written_is_not_taken_for_a_torn_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        committer = Committer()
+        earlier, journal = Journal(tmp_path, committer), Journal(tmp_path, committer)
+        await earlier.append(1, {"op": "a"}, b"body")
+        await journal.append(2, {"op": "b"}, b"body")
+        first, second = (tmp_path / f"segment-{number:08d}.log" for number in (1, 2))
+        for path in (first, second):
+            with path.open("ab") as file:
+                file.write(b"TXJ1 and not all of it")
+        sizes = first.stat().st_size, second.stat().st_size
+        assert [entry.number for entry in journal.read()] == [1]
+        assert (first.stat().st_size < sizes[0], second.stat().st_size) == (True, sizes[1])
+        committer.stop()
+        earlier.close()
+        journal.close()
+
+    played(scenario)
+
+
+# ── nameless samplers ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("S44")
+def test_a_nameless_sampler_is_written_once_and_only_for_a_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "STATE_OPERATIONS", 4)
+    written: Counter[str] = Counter()
+
+    def note(method: str, subject: str) -> None:
+        if method == "save_sampler":
+            written[subject.rpartition(":")[2]] += 1
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=note), Limits(snapshots=2)) as first:
+            model = await first.model()
+
+            async def steps(number: int) -> int:
+                for seq in (number, number + 2):
+                    await first.run("forward_backward", pass_json(model, seq))
+                    await first.run("optim_step", step_json(model, seq + 1))
+                return number + 4
+
+            async def sampler(number: int, name: int) -> int:
+                body = {"model_id": model, "seq_id": number, "sampling_session_seq_id": name}
+                await first.run("save_weights_for_sampler", body)
+                return number + 1
+
+            number = await sampler(1, 0)
+            assert not written, "no state needs it yet"
+            number = await steps(number)
+            await asyncio.sleep(0.1)
+            assert written == {"0": 1}
+            number = await steps(await steps(number))
+            number = await sampler(number, 1)
+            await asyncio.sleep(0.1)
+            assert written == {"0": 1}, "states that come later do not write it again"
+            number = await sampler(await sampler(number, 2), 3)  # beyond two, the oldest make room in memory
+            await steps(number)
+            await asyncio.sleep(0.1)
+            assert written == {"0": 1, "1": 1, "2": 1, "3": 1}
+            session = model.partition(":")[0]
+            ids = [await first.submit("asample", sample_json(f"{session}:sample:{name}", 0)) for name in range(4)]
+            expected = [await first.result(request_id) for request_id in ids]
+            image = killed(tmp_path / "a")
+        written.clear()
+        async with life(image, FakeEngine(fail=note)) as second:
+            assert [await second.result(request_id) for request_id in ids] == expected
+        assert not written
+
+    played(scenario)
+
+
+# ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("S44")
+def test_no_key_and_no_access_token_is_put_on_disk(tmp_path: Path) -> None:
+    """And yet the load that a token allowed is repeated after a crash, when the token is good no more."""
+
+    async def scenario() -> None:
+        engine = FakeEngine()
+        async with life(tmp_path / "a", engine) as first:
+            (ada_id, ada), (_, bob) = (create_key(first.state.store, name, name) for name in ("ada", "bob"))
+            body = {"model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
+            hers, his = await first.session(ada), await first.session(bob)
+            model = (await first.run("create_model", {**body, "session_id": hers}, ada))["model_id"]
+            path = (await first.run("save_weights", save_json(model, 1, "x"), ada))["path"]
+            own = (await first.run("create_model", {**body, "session_id": his}, bob))["model_id"]
+            body = {"model_id": own, "seq_id": 1, "sampling_session_seq_id": 0}
+            await first.run("save_weights_for_sampler", body, bob)
+            engine.fail = failing("save_sampler")  # so that no state comes into force, and the load must be repeated
+            load = {"path": path, "optimizer": True, "weights_access_token": ada}
+            ids = [
+                await first.submit("load_weights", {**load, "model_id": own, "seq_id": 2}, bob),
+                await first.submit("load_weights", {**load, "session_id": his, "model_seq_id": 1}, bob),
+            ]
+            told = [await first.result(request_id, bob) for request_id in ids]
+            assert not any("error" in answer for answer in told), told
+            again = {**load, "session_id": his, "model_seq_id": 1}
+            assert await first.submit("load_weights", again, bob) == ids[1]
+            for wrong in (["tml-planted"], {"a": "tml-planted"}):  # a refusal is journalled, for its number is spent
+                status, _ = await first.send(
+                    "load_weights", {**load, "model_id": own, "seq_id": 3, "weights_access_token": wrong}, bob
+                )
+                assert status == 400
+            await first.send("load_weights", {**load, "model_id": own, "weights_access_token": "tml-planted"}, bob)
+            await first.state.meter.flush()
+            image = killed(tmp_path / "a")
+        for directory in (tmp_path / "a", image):
+            for file in directory.rglob("*"):
+                if file.is_file():
+                    data = file.read_bytes()
+                    assert not any(secret in data for secret in (ada.encode(), bob.encode(), b"tml-planted")), file
+        for left in image.glob("runs/*/state-*.new"):
+            shutil.rmtree(left)
+        async with life(image) as second:
+            second.state.store.rows("UPDATE keys SET revoked = 1 WHERE id = ?", ada_id)
+            assert [await second.result(request_id, bob) for request_id in ids] == told
+            assert (await second.run("forward_backward", pass_json(f"{his}:train:1", 1), bob))["metrics"]
+
+    played(scenario)
+
+
+# ── stopping ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("S44")
+def test_a_server_that_stops_fails_nothing_and_leaves_a_state_behind(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(step_delay=0.02)
+        async with life(tmp_path / "a", engine) as first:
+            model = await first.model()
+            session = model.partition(":")[0]
+            for number in (1, 3, 5):
+                await first.run("forward_backward", pass_json(model, number))
+                stepped = await first.run("optim_step", step_json(model, number + 1))
+            await first.run("save_weights_for_sampler", {"model_id": model, "seq_id": 7, "sampling_session_seq_id": 0})
+            params = {"max_tokens": 400, "seed": 3}
+            drawn = await first.submit("asample", sample_json(f"{session}:sample:0", 0, sampling_params=params))
+            engine.delay = 0.1
+            later = [await first.submit("forward_backward", pass_json(model, number)) for number in range(9, 14)]
+            asking = [asyncio.create_task(first.send("retrieve_future", {"request_id": i})) for i in [drawn, *later]]
+            await asyncio.sleep(0.05)
+            await submission.leave(first.state)
+            assert {status for status, _ in await asyncio.gather(*asking)} == {503}
+            assert (await first.send("retrieve_future", {"request_id": later[-1]}))[0] == 503
+            assert (await first.send("forward_backward", pass_json(model, 8)))[0] == 503
+        (run,) = (tmp_path / "a" / "runs").iterdir()
+        assert [path.name for path in run.glob("state-*")] == ["state-7"]
+        async with life(tmp_path / "a") as second:
+            assert await second.result(f"{model}:6") == stepped
+            await second.submit("forward_backward", pass_json(model, 8))
+            for request_id in later:
+                assert "metrics" in await second.result(request_id)
+            assert len((await second.result(drawn))["sequences"][0]["tokens"]) == 400
+
+    played(scenario)
+
+
+def test_a_server_that_stops_does_not_wait_for_what_waits_for_a_request_that_cannot_come(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as first:
+            model = await first.model()
+            await first.submit("forward_backward", pass_json(model, 2))
+            await asyncio.wait_for(first.state.drain(), 5)
+
+    played(scenario)
