@@ -75,6 +75,18 @@ def test_names_are_resolved_when_used() -> None:
     assert shown == "False False"
 
 
+@pytest.mark.parametrize("name", ["adapters", "auth", "metrics", "regularizers", "types"])
+def test_modules_are_names_of_the_package(name: str) -> None:
+    assert run(f"import tinkex\nprint(tinkex.{name}.__name__)") == f"tinkex.{name}"
+
+
+def test_what_computes_with_torch_is_imported_when_it_is_used() -> None:
+    code = "import sys, tinkex\nspec = tinkex.RegularizerSpec(lambda data, logprobs: None, 1.0, 'a')\n"
+    platform = "tinkex.MemoryPlatform(), tinkex.PeftPlatform('x'), tinkex.TrainingPlatform, tinkex.CustomLossOutput\n"
+    assert run(f"{code}{platform}print([name for name in {HEAVY!r} if name in sys.modules])") == "[]"
+    assert run("import sys, tinkex\ntinkex.regularizers.L1()\nprint('torch' in sys.modules)") == "True"
+
+
 def test_types_is_a_module() -> None:
     assert run("import tinkex\nprint(tinkex.types.AdamParams is tinkex.AdamParams)") == "True"
     assert run("from tinkex import types\nprint(types.__name__)") == "tinkex.types"

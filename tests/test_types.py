@@ -881,7 +881,7 @@ def test_a_custom_loss_adds_up() -> None:
 @pytest.mark.parametrize("fields", [{"weight": -1}, {"weight": "1"}, {"name": ""}, {"fn": 5}], ids=str)
 def test_regularizers_are_checked(fields: dict[str, Any]) -> None:
     given: dict[str, Any] = {"fn": lambda data, logprobs: 0, "weight": 1.0, "name": "l2"}
-    assert not types.RegularizerSpec(**given).is_async
+    assert not types.RegularizerSpec(**given).async_
     with pytest.raises(ValueError, match=next(iter(fields))):
         types.RegularizerSpec(**given | fields)
 

@@ -11,8 +11,26 @@ from typing import TYPE_CHECKING, Any
 from tinkex._version import __version__
 
 if TYPE_CHECKING:
+    from tinkex import adapters as adapters
     from tinkex import auth as auth
+    from tinkex import metrics as metrics
+    from tinkex import regularizers as regularizers
     from tinkex import types as types
+    from tinkex.adapters.clients import (
+        TinkexPlatform as TinkexPlatform,
+    )
+    from tinkex.adapters.memory import (
+        MemoryPlatform as MemoryPlatform,
+    )
+    from tinkex.adapters.peft import (
+        PeftPlatform as PeftPlatform,
+    )
+    from tinkex.adapters.platforms import (
+        SessionConfig as SessionConfig,
+    )
+    from tinkex.adapters.platforms import (
+        TrainingPlatform as TrainingPlatform,
+    )
     from tinkex.config import (
         Config as Config,
     )
@@ -106,6 +124,9 @@ if TYPE_CHECKING:
     from tinkex.loss_graphs import (
         PerDatumLossFn as PerDatumLossFn,
     )
+    from tinkex.regularizers.specs import (
+        RegularizerError as RegularizerError,
+    )
     from tinkex.responses import (
         APIResponse as APIResponse,
     )
@@ -144,6 +165,15 @@ if TYPE_CHECKING:
     )
     from tinkex.types.checkpoints import (
         TrainingRun as TrainingRun,
+    )
+    from tinkex.types.custom_losses import (
+        CustomLossOutput as CustomLossOutput,
+    )
+    from tinkex.types.custom_losses import (
+        RegularizerOutput as RegularizerOutput,
+    )
+    from tinkex.types.custom_losses import (
+        RegularizerSpec as RegularizerSpec,
     )
     from tinkex.types.inputs import (
         Datum as Datum,
@@ -225,6 +255,10 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "tinkex.adapters.clients": ["TinkexPlatform"],
+    "tinkex.adapters.memory": ["MemoryPlatform"],
+    "tinkex.adapters.peft": ["PeftPlatform"],
+    "tinkex.adapters.platforms": ["SessionConfig", "TrainingPlatform"],
     "tinkex.config": ["Config", "configure"],
     "tinkex.errors": [
         "APIConnectionError",
@@ -251,6 +285,7 @@ _HOMES = {
     "tinkex.http": ["HttpClient", "RequestOptions", "Timeout"],
     "tinkex.local": ["LocalBackend"],
     "tinkex.loss_graphs": ["LossHandle", "PerDatumLossFn"],
+    "tinkex.regularizers.specs": ["RegularizerError"],
     "tinkex.responses": ["APIResponse"],
     "tinkex.rest": ["AdminClient", "RestClient"],
     "tinkex.retries": ["RetryConfig"],
@@ -259,6 +294,7 @@ _HOMES = {
     "tinkex.training": ["TrainingClient"],
     "tinkex.transforms": ["NOT_GIVEN", "OMIT"],
     "tinkex.types.checkpoints": ["Checkpoint", "CheckpointType", "ParsedCheckpointTinkerPath", "TrainingRun"],
+    "tinkex.types.custom_losses": ["CustomLossOutput", "RegularizerOutput", "RegularizerSpec"],
     "tinkex.types.inputs": [
         "Datum",
         "DmelChunk",
@@ -292,6 +328,7 @@ _HOMES = {
     ],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_MODULES = ("adapters", "auth", "metrics", "regularizers", "types")
 _ALIASES = {"APIFuture": "Future"}  # the name that the official package gives it
 
 __title__ = "tinkex"
@@ -315,6 +352,7 @@ __all__ = [
     "Config",
     "ConfigurationError",
     "ConflictError",
+    "CustomLossOutput",
     "Datum",
     "DimuonOptimizerConfig",
     "DimuonParams",
@@ -331,6 +369,7 @@ __all__ = [
     "LocalBackend",
     "LoraConfig",
     "LossHandle",
+    "MemoryPlatform",
     "ModelID",
     "ModelInput",
     "ModelInputChunk",
@@ -341,10 +380,14 @@ __all__ = [
     "OptimStepRequest",
     "OptimStepResponse",
     "ParsedCheckpointTinkerPath",
+    "PeftPlatform",
     "PerDatumLossFn",
     "PermissionDeniedError",
     "PromptProvenanceSpan",
     "RateLimitError",
+    "RegularizerError",
+    "RegularizerOutput",
+    "RegularizerSpec",
     "RequestFailedError",
     "RequestOptions",
     "RestClient",
@@ -356,26 +399,32 @@ __all__ = [
     "SamplingClient",
     "SamplingParams",
     "ServiceClient",
+    "SessionConfig",
     "StopReason",
     "TensorData",
     "TensorDtype",
     "Timeout",
     "TinkerError",
+    "TinkexPlatform",
     "TrainingClient",
+    "TrainingPlatform",
     "TrainingRun",
     "UnprocessableEntityError",
     "__title__",
     "__version__",
+    "adapters",
     "auth",
     "await_many",
     "await_many_async",
     "configure",
+    "metrics",
+    "regularizers",
     "types",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("auth", "types"):
+    if name in _MODULES:
         return import_module(f"tinkex.{name}")
     home = _ALIASES.get(name, name)
     if home not in _HOME_OF:

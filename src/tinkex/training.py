@@ -38,6 +38,7 @@ from tinkex.types.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
+from tinkex.types.custom_losses import RegularizerSpec
 from tinkex.types.inputs import Datum
 from tinkex.types.training import (
     AdamParams,
@@ -470,6 +471,7 @@ class TrainingClient:
         loss_fn: losses.CustomLoss | LossHandle,
         *,
         loss_type_input: Literal["logprobs"] | None = None,
+        regularizers: Sequence[RegularizerSpec] = (),
         **options: Unpack[CallOptions],
     ) -> Future[ForwardBackwardOutput]:
         """Train on any loss written in torch, at the price of a second pass; a `LossHandle` may save that.
@@ -479,13 +481,15 @@ class TrainingClient:
             loss_fn: Takes the data and the list of their log-probability tensors; returns the loss and metrics. Or
                 what `ServiceClient.create_custom_loss` gave.
             loss_type_input: Deprecated; log-probabilities are the only input there is.
+            regularizers: Terms to add to the loss; `tinkex.regularizers.regularized` has more to set.
             options: How to wait for the result; see `CallOptions`.
 
         Returns:
             A future of the outputs; `metrics["loss:sum"]` is the custom loss.
 
         Raises:
-            ValueError: There is no data, a datum has no target tokens, or the handle is another session's.
+            ValueError: There is no data, a datum has no target tokens, the handle is another session's, or the
+                regularizers' names are not different.
         """
         if loss_type_input is not None:
             if loss_type_input != "logprobs":
@@ -499,10 +503,14 @@ class TrainingClient:
             if loss_fn.session_id != self._session.session_id:
                 raise ValueError(f"the loss {loss_fn.name!r} belongs to another session: create it anew in this one")
             loss_graphs.check_inputs(loss_fn, originals)
-            if loss_fn.loss_id is not None:
+            if loss_fn.loss_id is not None and not regularizers:  # those are the client's to compute
                 return self._pass(originals, "custom", {"loss_id": loss_fn.loss_id}, options, forward_only=False)
             loss_fn = loss_graphs.per_datum(loss_fn)
         chosen: losses.CustomLoss = loss_fn
+        if regularizers:
+            from tinkex.regularizers.pipeline import regularized  # needs torch
+
+            chosen = regularized(loss_fn, regularizers)
         prepared = losses.forward_data(originals)
 
         async def turn() -> Fetch[ForwardBackwardOutput]:
@@ -525,10 +533,13 @@ class TrainingClient:
         loss_fn: losses.CustomLoss | LossHandle,
         *,
         loss_type_input: Literal["logprobs"] | None = None,
+        regularizers: Sequence[RegularizerSpec] = (),
         **options: Unpack[CallOptions],
     ) -> Future[ForwardBackwardOutput]:
         """Like `forward_backward_custom`; awaiting it gives the future."""
-        return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input, **options)
+        return self.forward_backward_custom(
+            data, loss_fn, loss_type_input=loss_type_input, regularizers=regularizers, **options
+        )
 
     # ── steps and checkpoints ────────────────────────────────────────────────────────────────────────────────────
 

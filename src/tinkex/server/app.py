@@ -20,13 +20,13 @@ from tinkex import codec
 from tinkex._version import __version__
 from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
+from tinkex.prometheus import CONTENT_TYPE
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
 from tinkex.server import description, revival
 from tinkex.server.accounts import Account
 from tinkex.server.admission import check_ownership, check_room, fail_in_band, is_own
 from tinkex.server.exports import download_route
 from tinkex.server.handlers import HANDLERS
-from tinkex.server.metrics import CONTENT_TYPE
 from tinkex.server.records import misnamed_route
 from tinkex.server.results import encoding
 from tinkex.server.sessions import signed_trace, trace_path

@@ -7,14 +7,15 @@ import json
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from tinkex import prometheus
+from tinkex.prometheus import family, labels
 
 if TYPE_CHECKING:
     from tinkex.server.state import State
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 TOKENS = {"training": "training", "prefill": "prefill", "sample": "sampled"}
 
@@ -45,47 +46,32 @@ class Metrics:
         return "".join(f"{line}\n" for line in (*self._of_requests(), *_of_state(state, self._began)))
 
     def _of_requests(self) -> Iterator[str]:
-        requests = {_labels(operation=op, status=status): count for (op, status), count in self._requests.items()}
-        yield from _family("tinkex_requests_total", "counter", "Requests by operation and status.", requests)
+        requests = {labels(operation=op, status=status): count for (op, status), count in self._requests.items()}
+        yield from family("tinkex_requests_total", "counter", "Requests by operation and status.", requests)
         name = "tinkex_request_seconds"
-        yield f"# HELP {name} How long requests took; polls are held on purpose."
-        yield f"# TYPE {name} histogram"
+        yield from prometheus.heading(name, "histogram", "How long requests took; polls are held on purpose.")
         for operation, counts in self._buckets.items():
-            for bound, total in zip((*BUCKETS, "+Inf"), accumulate(counts), strict=True):
-                yield f"{name}_bucket{_labels(operation=operation, le=bound)} {total}"
-            yield f"{name}_sum{_labels(operation=operation)} {self._seconds[operation]}"
-            yield f"{name}_count{_labels(operation=operation)} {sum(counts)}"
+            yield from prometheus.histogram(name, BUCKETS, counts, self._seconds[operation], operation=operation)
 
 
 def _of_state(state: State, began: float) -> Iterator[str]:
     meter = state.meter
-    tokens = {_labels(kind=name): int(meter.totals[kind]) for kind, name in TOKENS.items()}
-    yield from _family("tinkex_tokens_total", "counter", "Tokens, by what was done with them.", tokens)
+    tokens = {labels(kind=name): int(meter.totals[kind]) for kind, name in TOKENS.items()}
+    yield from family("tinkex_tokens_total", "counter", "Tokens, by what was done with them.", tokens)
     waiting: Counter[str] = Counter()
     for (_, operation), count in meter.open.items():
         waiting[operation] += count
-    queued = {_labels(operation=operation): count for operation, count in waiting.items()}
-    yield from _family("tinkex_open_operations", "gauge", "Operations taken and not ended, queued or at work.", queued)
+    queued = {labels(operation=operation): count for operation, count in waiting.items()}
+    yield from family("tinkex_open_operations", "gauge", "Operations taken and not ended, queued or at work.", queued)
     sampling = {"": waiting["asample"]}
-    yield from _family("tinkex_samples_in_flight", "gauge", "Sample requests that have not ended.", sampling)
-    yield from _family("tinkex_live_runs", "gauge", "Training runs whose adapters are loaded.", {"": len(state.runs)})
+    yield from family("tinkex_samples_in_flight", "gauge", "Sample requests that have not ended.", sampling)
+    yield from family("tinkex_live_runs", "gauge", "Training runs whose adapters are loaded.", {"": len(state.runs)})
     in_memory = sum(directory is None for directory in state.snapshots.values())
     samplers = {"": len(state.loading) + in_memory}
-    yield from _family("tinkex_samplers", "gauge", "Weights held in memory to sample from.", samplers)
-    yield from _family("tinkex_open_sessions", "gauge", "Sessions that are open.", {"": len(state.heard)})
-    yield from _family("tinkex_kept_results", "gauge", "Futures on record, ended or not.", {"": len(state.promises)})
-    yield from _family("tinkex_start_time_seconds", "gauge", "When the server was started.", {"": began})
-
-
-def _family(name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Iterable[str]:
-    yield f"# HELP {name} {help_text}"
-    yield f"# TYPE {name} {kind}"
-    for labels, value in values.items():
-        yield f"{name}{labels} {value}"
-
-
-def _labels(**labels: object) -> str:
-    return "{" + ",".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
+    yield from family("tinkex_samplers", "gauge", "Weights held in memory to sample from.", samplers)
+    yield from family("tinkex_open_sessions", "gauge", "Sessions that are open.", {"": len(state.heard)})
+    yield from family("tinkex_kept_results", "gauge", "Futures on record, ended or not.", {"": len(state.promises)})
+    yield from family("tinkex_start_time_seconds", "gauge", "When the server was started.", {"": began})
 
 
 class JsonFormatter(logging.Formatter):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, TypeAlias
 
@@ -62,29 +64,90 @@ class CreateCustomLossResponse(Record, frozen=True, kw_only=True):
     type: Literal["create_custom_loss"] = "create_custom_loss"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class RegularizerSpec:
-    """A term to add to a loss.
+    """A regularizer as a term of a loss.
 
     Attributes:
-        fn: Takes the data and their log-probabilities; returns the term's value and metrics.
-        weight: What the value is multiplied by; at least 0.
-        name: Under which the term is reported.
-        is_async: Whether `fn` is a coroutine function.
+        fn: A callable that takes (data, logprobs) or (data, logprobs, opts), or an object with `compute`.
+        weight: What its value is multiplied by; at least 0.
+        name: What its numbers are called; may be left out when `fn` has a `name()`.
+        async_: Whether it gives an awaitable or a future, to be waited for.
+        opts: What is passed to a regularizer that takes options.
+
+    Example:
+        >>> RegularizerSpec(lambda data, logprobs: (logprobs.abs().sum(), {}), weight=0.1, name="size").weight
+        0.1
     """
 
-    fn: Callable[[Any, Any], Any]
+    fn: Any
     weight: float
-    name: str
-    is_async: bool = False
+    name: str = ""
+    async_: bool = False
+    opts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not callable(self.fn):
-            raise ValueError("fn must be callable")
-        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not self.weight >= 0:
-            raise ValueError(f"weight must be a number >= 0, got {self.weight!r}")
+        if self.name == "" and callable(getattr(self.fn, "name", None)):
+            object.__setattr__(self, "name", self.fn.name())
+        _check_form(self.fn)
+        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float):
+            raise ValueError(f"the weight of a regularizer must be a number, got {self.weight!r}")
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ValueError(f"the weight of a regularizer must be at least 0, got {self.weight!r}")
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError("name must be a text that is not empty")
+            raise ValueError(f"a regularizer needs a name, got {self.name!r}")
+        if not isinstance(self.async_, bool):
+            raise ValueError(f"async_ must be true or false, got {self.async_!r}")
+        if self.opts and not takes_opts(self.fn):
+            raise ValueError(f"regularizer {self.name!r} takes no opts: they would have no effect")
+
+    @classmethod
+    def new(cls, fields: Mapping[str, Any] | None = None, /, **others: Any) -> Self:
+        """Make a spec from a mapping, from keywords, or both; `async` is read as `async_`.
+
+        Raises:
+            ValueError: Names what is missing, unknown or out of range.
+        """
+        given = {"async_" if name == "async" else name: value for name, value in {**(fields or {}), **others}.items()}
+        if unknown := given.keys() - cls.__dataclass_fields__.keys():
+            raise ValueError(f"a regularizer has no {min(unknown)!r}")
+        for name in ("fn", "weight"):
+            if name not in given:
+                raise ValueError(f"a regularizer needs {name}")
+        return cls(**given)
+
+
+def _check_form(fn: Any) -> None:
+    if callable(getattr(fn, "compute", None)):
+        return
+    if not callable(fn):
+        raise ValueError(f"fn must be a callable or have compute(data, logprobs, opts), got {type(fn).__name__}")
+    if not (accepts(fn, 2) or accepts(fn, 3)):
+        raise ValueError(f"fn must take (data, logprobs) or (data, logprobs, opts); {fn!r} takes something else")
+
+
+def accepts(fn: Callable[..., Any], count: int) -> bool:
+    """Whether a callable can be called with so many positional arguments; true where nobody can tell."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def takes_opts(fn: Any) -> bool:
+    """Whether options are passed: to objects, to callables of three arguments, and to those whose third is `opts`."""
+    if callable(getattr(fn, "compute", None)) or not accepts(fn, 2):
+        return True
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return False
+    return len(names) > 2 and names[2] == "opts"
 
 
 class RegularizerOutput(Record, frozen=True, kw_only=True):
@@ -123,6 +186,11 @@ class RegularizerOutput(Record, frozen=True, kw_only=True):
             grad_norm_weighted=None if grad_norm is None else weight * grad_norm,
             custom=dict(custom or {}),
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready; without the norms when there are none."""
+        left_out = () if self.grad_norm is not None else ("grad_norm", "grad_norm_weighted")
+        return self.model_dump(exclude=left_out)
 
 
 class BaseLoss(Record, frozen=True, kw_only=True):
@@ -166,6 +234,37 @@ class CustomLossOutput(Record, frozen=True, kw_only=True):
             loss_total=base + added,
             base_loss=BaseLoss(value=base, grad_norm=base_grad_norm, custom=dict(metrics or {})),
             regularizers={output.name: output for output in outputs},
-            regularizer_total=added,
+            regularizer_total=float(added),
             total_grad_norm=total_grad_norm,
         )
+
+    @property
+    def loss(self) -> float:
+        """The loss that is minimised."""
+        return self.loss_total
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready: regularizers by name with all their numbers, also those that are null."""
+        terms = {name: output.model_dump(exclude={"name"}) for name, output in self.regularizers.items()}
+        fields: dict[str, Any] = {
+            "loss_total": self.loss_total,
+            "regularizers": terms,
+            "regularizer_total": self.regularizer_total,
+        }
+        if self.base_loss is not None:
+            fields["base_loss"] = self.base_loss.model_dump()
+        if self.total_grad_norm is not None:
+            fields["total_grad_norm"] = self.total_grad_norm
+        return fields
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers in a flat form, as results of passes carry them; texts are left out."""
+        found: dict[str, Any] = dict(self.base_loss.custom) if self.base_loss is not None else {}
+        if self.base_loss is not None:
+            found |= {"base_loss": self.base_loss.value, "base_loss/grad_norm": self.base_loss.grad_norm}
+        found |= {"regularizer_total": self.regularizer_total, "total_grad_norm": self.total_grad_norm}
+        for name, output in self.regularizers.items():
+            own = {"value": output.value, "contribution": output.contribution, "grad_norm": output.grad_norm}
+            found |= {f"{name}/{key}": value for key, value in {**output.custom, **own}.items()}
+        numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
+        return {key: float(value) for key, value in numbers.items()}

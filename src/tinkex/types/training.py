@@ -365,8 +365,7 @@ class ForwardBackwardOutput(Wired):
         if not isinstance(value, Mapping) or not isinstance(value.get("loss_fn_outputs"), list):
             raise ValueError("a forward_backward result must be an object with loss_fn_outputs")
         outputs = [
-            {name: TensorData.from_wire(tensor) for name, tensor in output.items()}
-            for output in value["loss_fn_outputs"]
+            {name: _read_tensor(tensor) for name, tensor in output.items()} for output in value["loss_fn_outputs"]
         ]
         return cls(str(value.get("loss_fn_output_type", "")), outputs, dict(value.get("metrics") or {}))
 
@@ -378,6 +377,11 @@ class ForwardBackwardOutput(Wired):
 
     def __reduce__(self) -> Any:
         return (type(self), (self.loss_fn_output_type, self.loss_fn_outputs, self.metrics))
+
+
+def _read_tensor(value: Any) -> TensorData:
+    """A tensor of a result; servers of old may have written a bare list of numbers."""
+    return TensorData.from_any(value, "float32") if isinstance(value, list) else TensorData.from_wire(value)
 
 
 if TYPE_CHECKING:

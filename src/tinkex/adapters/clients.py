@@ -1,0 +1,87 @@
+"""The platform over our own clients: the hosted service, a server, or the embedded one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tinkex.adapters.platforms import SessionConfig
+from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.sampling import SampleResponse, SamplingParams
+from tinkex.types.training import AdamParams, ForwardBackwardOutput, OptimStepResponse
+
+if TYPE_CHECKING:
+    from tinkex.sampling import SamplingClient
+    from tinkex.service import ServiceClient
+    from tinkex.training import TrainingClient
+
+
+@dataclass(slots=True)
+class TinkexSession:
+    """A training run, and the sampler of its weights as long as these do not change."""
+
+    client: TrainingClient
+    sampler: SamplingClient | None = None
+
+
+class TinkexPlatform:
+    """Trains through a `ServiceClient`, which stays its owner's to close.
+
+    Example:
+        >>> with ServiceClient(base_url="local") as service:  # doctest: +SKIP
+        ...     platform = TinkexPlatform(service)
+        ...     session = platform.create_session(SessionConfig(base_model="tinkex/tiny"))
+    """
+
+    def __init__(self, service: ServiceClient) -> None:
+        self._service = service
+
+    def create_session(self, config: SessionConfig) -> TinkexSession:
+        """Start a training run."""
+        if config.checkpoint is not None:
+            client = self._service.create_training_client_from_state(config.checkpoint, config.base_model)
+        else:
+            shape = config.shape
+            client = self._service.create_lora_training_client(
+                config.base_model,
+                rank=shape.rank,
+                seed=shape.seed,
+                train_mlp=shape.train_mlp,
+                train_attn=shape.train_attn,
+                train_unembed=shape.train_unembed,
+            )
+        return TinkexSession(client)
+
+    def forward_backward(
+        self,
+        session: TinkexSession,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> ForwardBackwardOutput:
+        """Compute the loss of data and add its gradient; any loss of the server will do."""
+        return session.client.forward_backward(data, loss_fn, loss_fn_config).result()
+
+    def optim_step(self, session: TinkexSession, params: AdamParams) -> OptimStepResponse:
+        """Apply the gradient and clear it."""
+        session.sampler = None
+        return session.client.optim_step(params).result()
+
+    def save_checkpoint(self, session: TinkexSession, name: str) -> str:
+        """Save a training state; gives its `tinker://` path."""
+        return session.client.save_state(name).result().path
+
+    def sample(
+        self,
+        session: TinkexSession,
+        prompt: ModelInput,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+    ) -> SampleResponse:
+        """Sample from the weights as they are."""
+        if session.sampler is None:
+            session.sampler = session.client.save_weights_and_get_sampling_client()
+        return session.sampler.sample(
+            prompt=prompt, num_samples=num_samples, sampling_params=sampling_params or SamplingParams()
+        ).result()

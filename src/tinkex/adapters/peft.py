@@ -1,0 +1,210 @@
+"""The platform over plain transformers and peft: the same training without any of our engine, to compare or to leave.
+
+An adapter has the engine's shape: factors on the same modules, alpha 32. Checkpoints are directories that peft reads.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tinkex.adapters import drawing, objectives
+from tinkex.adapters.platforms import SessionConfig
+from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.sampling import SampleResponse, SamplingParams
+from tinkex.types.tensors import Array
+from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
+
+if TYPE_CHECKING:
+    import torch
+
+ALPHA = 32
+MODULES = {
+    "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "train_mlp": ("gate_proj", "up_proj", "down_proj"),
+    "train_unembed": ("lm_head",),
+}
+
+
+@dataclass(slots=True)
+class PeftSession:
+    """A model with its adapter, and the optimizer of its factors."""
+
+    base_model: str
+    model: Any
+    factors: list[torch.Tensor]
+    optimizer: torch.optim.AdamW
+    vocab: int
+    context: int
+    eos: frozenset[int]
+    grads: list[torch.Tensor] | None = None
+
+
+class PeftPlatform:
+    """Trains with transformers and peft in this process; both must be installed.
+
+    Its losses are cross_entropy, importance_sampling and ppo.
+
+    Args:
+        directory: Where checkpoints are written, each in a directory of its own name.
+        models: Directories of models by name; a name that is not listed is transformers' to find.
+        device: Where to compute.
+
+    Example:
+        >>> platform = PeftPlatform("checkpoints", {"tinkex/tiny": "path/to/tiny"})  # doctest: +SKIP
+        >>> session = platform.create_session(SessionConfig(base_model="tinkex/tiny"))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, directory: str | Path, models: Mapping[str, str | Path] | None = None, device: str = "cpu"
+    ) -> None:
+        self._directory, self._models, self._device = Path(directory), dict(models or {}), device
+
+    def create_session(self, config: SessionConfig) -> PeftSession:
+        """Load the model in float32, with a fresh adapter or that of a checkpoint's directory."""
+        import torch
+        from peft import LoraConfig as PeftConfig
+        from peft import PeftModel, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        place = str(self._models.get(config.base_model, config.base_model))
+        base = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        with _calm(), torch.random.fork_rng():
+            if config.checkpoint is not None:
+                model: Any = PeftModel.from_pretrained(base, config.checkpoint, is_trainable=True)
+            else:
+                shape = config.shape
+                torch.manual_seed(shape.seed or 0)
+                targets = _targets(base, shape)
+                settings = PeftConfig(task_type="CAUSAL_LM", r=shape.rank, lora_alpha=ALPHA, target_modules=targets)
+                model = get_peft_model(base, settings)
+        model = model.to(self._device).eval()  # training differs from this only by dropout, which there is none of
+        factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        eos = base.generation_config.eos_token_id
+        return PeftSession(
+            config.base_model,
+            model,
+            factors,
+            torch.optim.AdamW(factors, foreach=False),
+            base.config.vocab_size,
+            base.config.max_position_embeddings,
+            frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        )
+
+    def forward_backward(
+        self,
+        session: PeftSession,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> ForwardBackwardOutput:
+        """Compute the loss of data, one after the other, and add its gradient once all have been computed."""
+        import torch
+
+        batch = objectives.read(data, loss_fn, loss_fn_config, session.vocab, session.context)
+        sums = [torch.zeros_like(factor) for factor in session.factors]
+        logprobs, values = [], []
+        for example in batch.examples:
+            tokens, targets = (torch.from_numpy(x).to(self._device) for x in (example.tokens, example.targets))
+            rows = session.model(tokens[None]).logits[0].float().log_softmax(-1)
+            found = rows.gather(1, targets.reshape(len(tokens), -1)).reshape(targets.shape)
+            logprobs.append(found.detach().cpu().numpy())
+            value, slopes = batch.evaluate(example, logprobs[-1])
+            values.append(value)
+            pull = torch.from_numpy(slopes).to(found)
+            for total, grad in zip(sums, torch.autograd.grad(found, session.factors, pull), strict=True):
+                total += grad
+        pending = session.grads
+        session.grads = sums if pending is None else [a + b for a, b in zip(pending, sums, strict=True)]
+        return objectives.output(batch, logprobs, values)
+
+    def optim_step(self, session: PeftSession, params: AdamParams) -> OptimStepResponse:
+        """Apply the gradient with torch's AdamW, set as this step asks, and clear it."""
+        import torch
+
+        params.validate()
+        norm = 0.0
+        if session.grads is not None:
+            norm = float(sum(grad.double().square().sum() for grad in session.grads)) ** 0.5
+            clip = params.grad_clip_norm
+            scale = clip / norm if 0 < clip < norm else 1.0
+            for factor, grad in zip(session.factors, session.grads, strict=True):
+                factor.grad = grad * scale
+            [group] = session.optimizer.param_groups
+            group.update(lr=params.learning_rate, betas=(params.beta1, params.beta2), eps=params.eps)
+            group["weight_decay"] = params.weight_decay
+            with torch.enable_grad():
+                session.optimizer.step()
+            session.optimizer.zero_grad()
+            session.grads = None
+        return OptimStepResponse(metrics={"grad_norm:mean": norm, "learning_rate:mean": params.learning_rate})
+
+    def save_checkpoint(self, session: PeftSession, name: str) -> str:
+        """Write the adapter as peft does; gives the directory."""
+        if not name or Path(name).name != name:
+            raise ValueError(f"a checkpoint's name must be a plain one, got {name!r}")
+        directory = self._directory / name
+        if directory.exists():
+            raise ValueError(f"there is a checkpoint {name!r} already")
+        session.model.save_pretrained(str(directory), save_embedding_layers=False)
+        config = directory / "adapter_config.json"
+        fields = json.loads(config.read_text()) | {"base_model_name_or_path": session.base_model}
+        config.write_text(json.dumps(fields, indent=2) + "\n")
+        return str(directory)
+
+    def sample(
+        self,
+        session: PeftSession,
+        prompt: ModelInput,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+    ) -> SampleResponse:
+        """Sample from the weights as they are."""
+        return drawing.draw(
+            prompt,
+            num_samples,
+            sampling_params or SamplingParams(),
+            lambda tokens: self._started(session, tokens),
+            vocab=session.vocab,
+            context=session.context,
+            eos=session.eos,
+        )
+
+    def _started(self, session: PeftSession, prompt: list[int]) -> tuple[Array, drawing.Next]:
+        import torch
+
+        cache: Any = None
+
+        def logits(tokens: list[int]) -> Array:
+            nonlocal cache
+            with torch.inference_mode():
+                given = torch.tensor([tokens], device=self._device)
+                out = session.model(given, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                return np.asarray(out.logits[0, -1].float().cpu().numpy())
+
+        return logits(prompt), lambda token: logits([token])
+
+
+def _targets(model: Any, shape: LoraConfig) -> list[str]:
+    """The modules that an adapter of this shape touches, of those that the model has."""
+    present = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    wanted = [name for flag, names in MODULES.items() if getattr(shape, flag) for name in names]
+    if not (found := [name for name in wanted if name in present]):
+        raise ValueError("the adapter would touch no module of this model")
+    return found
+
+
+@contextmanager
+def _calm() -> Iterator[None]:
+    """Without the advice on tied embeddings: it concerns merged weights, which nobody makes here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Model has .tie_word_embeddings")
+        yield

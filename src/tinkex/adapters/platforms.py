@@ -1,0 +1,78 @@
+"""What a training platform is: five calls that a training loop needs, whoever computes behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.record import Record
+from tinkex.types.sampling import SampleResponse, SamplingParams
+from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
+
+S = TypeVar("S")
+
+DEFAULT_RANK = 32
+
+
+class SessionConfig(Record, frozen=True, kw_only=True):
+    """What to train.
+
+    Attributes:
+        base_model: The name of the model to adapt.
+        lora: The shape of a fresh adapter, of rank 32 unless it is given.
+        checkpoint: What `save_checkpoint` of the same platform gave, to start from its weights instead; the optimizer
+            starts afresh.
+    """
+
+    base_model: str
+    lora: LoraConfig | None = None
+    checkpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.lora is not None and self.checkpoint is not None:
+            raise ValueError("give lora or checkpoint, not both: a checkpoint has its own shape")
+
+    @property
+    def shape(self) -> LoraConfig:
+        """The shape of a fresh adapter."""
+        return self.lora if self.lora is not None else LoraConfig(rank=DEFAULT_RANK)
+
+
+@runtime_checkable
+class TrainingPlatform(Protocol[S]):
+    """Trains LoRA adapters and samples from them; S is what a platform calls a session.
+
+    A loop that is written against it runs on every platform. Calls wait for their result. Losses of data are summed,
+    gradients of passes add up until a step applies and clears them, and a loss that there is not is a `ValueError`.
+    """
+
+    def create_session(self, config: SessionConfig) -> S:
+        """Start training a fresh adapter, or the weights of a checkpoint."""
+
+    def forward_backward(
+        self,
+        session: S,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> ForwardBackwardOutput:
+        """Compute the loss of data and add its gradient to what the next step applies.
+
+        The log-probabilities of the targets are in `loss_fn_outputs`, the loss is `metrics["loss:sum"]`.
+        """
+
+    def optim_step(self, session: S, params: AdamParams) -> OptimStepResponse:
+        """Apply the gradient with AdamW and clear it; without one, nothing changes."""
+
+    def save_checkpoint(self, session: S, name: str) -> str:
+        """Keep the weights as they are under a name that is new; what it gives can be `SessionConfig.checkpoint`."""
+
+    def sample(
+        self,
+        session: S,
+        prompt: ModelInput,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+    ) -> SampleResponse:
+        """Sample from the weights as they are."""

@@ -1,0 +1,308 @@
+"""What a program's clients do, in numbers: counters, gauges and histograms of this process.
+
+The functions of this module keep one set of numbers for the whole process. It is made when one of them is first
+called, and from then on counts every HTTP request that the clients make, by listening to the event bus; until then
+nothing is counted and nothing is spent. A `Metrics` of your own works the same way beside it.
+
+Example:
+    >>> reset()
+    >>> increment("batches"), set_gauge("epoch", 3), record_histogram("step_ms", 5), record_histogram("step_ms", 15)
+    (None, None, None, None)
+    >>> seen = snapshot()
+    >>> seen.counters["batches"], seen.gauges["epoch"], seen.histograms["step_ms"].p95
+    (1, 3, 15)
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import os
+import statistics
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tinkex import events, prometheus
+from tinkex.types.record import Record
+
+LATENCY_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+"""Upper bounds of a histogram's buckets, in milliseconds."""
+HISTOGRAM_MAX_SAMPLES = 1000
+"""Over how many of the newest samples percentiles are taken."""
+
+REQUESTS_TOTAL = "tinkex_requests_total"
+REQUESTS_SUCCESS = "tinkex_requests_success"
+REQUESTS_FAILURE = "tinkex_requests_failure"
+REQUEST_DURATION_MS = "tinkex_request_duration_ms"
+
+_HELP = {
+    REQUESTS_TOTAL: "Requests that ended.",
+    REQUESTS_SUCCESS: "Requests that were answered with what was asked for.",
+    REQUESTS_FAILURE: "Requests that failed or were given up.",
+    REQUEST_DURATION_MS: "How long requests took, in milliseconds.",
+}
+
+_numbers = itertools.count(1)
+
+
+class HistogramSummary(Record, frozen=True, kw_only=True):
+    """A histogram in a few numbers; all but the count are None while it is empty.
+
+    Mean, least and greatest are over all samples, percentiles over the newest.
+    """
+
+    count: int = 0
+    mean: float | None = None
+    min: float | None = None
+    max: float | None = None
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+
+class Snapshot(Record, frozen=True, kw_only=True):
+    """All numbers at one moment, by name."""
+
+    counters: dict[str, float]
+    gauges: dict[str, float]
+    histograms: dict[str, HistogramSummary]
+
+
+class Histogram:
+    """Counts by bucket, and the newest samples for percentiles."""
+
+    def __init__(self, buckets: Sequence[float] = LATENCY_BUCKETS, max_samples: int = HISTOGRAM_MAX_SAMPLES) -> None:
+        self.buckets = tuple(buckets)
+        self.counts = [0] * (len(self.buckets) + 1)
+        self.total = 0.0
+        self._least, self._greatest = math.inf, -math.inf
+        self._newest: deque[float] = deque(maxlen=max_samples)
+
+    def add(self, value: float) -> None:
+        """Take a sample; it belongs to the first bucket whose bound it does not exceed, else to the last one."""
+        self.counts[bisect.bisect_left(self.buckets, value)] += 1
+        self.total += value
+        self._least, self._greatest = min(self._least, value), max(self._greatest, value)
+        self._newest.append(value)
+
+    def summary(self) -> HistogramSummary:
+        """The numbers of a snapshot."""
+        if not self._newest:
+            return HistogramSummary()
+        count, ordered = sum(self.counts), sorted(self._newest)
+        return HistogramSummary(
+            count=count,
+            mean=self.total / count,
+            min=self._least,
+            max=self._greatest,
+            p50=statistics.median(ordered),
+            p95=_nearest_rank(ordered, 95),
+            p99=_nearest_rank(ordered, 99),
+        )
+
+
+def _nearest_rank(ordered: Sequence[float], percent: int) -> float:
+    return ordered[-(-len(ordered) * percent // 100) - 1]  # whole numbers: a rounded quotient could be one too high
+
+
+class Metrics:
+    """One set of numbers; every call may be made from any thread.
+
+    Args:
+        enabled: Count the clients' HTTP requests. What a program counts itself is counted either way.
+        latency_buckets: Upper bounds of the histograms' buckets, rising.
+        histogram_max_samples: Over how many of the newest samples percentiles are taken.
+    """
+
+    def __init__(
+        self,
+        *,
+        enabled: bool = True,
+        latency_buckets: Sequence[float] = LATENCY_BUCKETS,
+        histogram_max_samples: int = HISTOGRAM_MAX_SAMPLES,
+    ) -> None:
+        buckets = tuple(latency_buckets)
+        if not buckets or any(not low < high for low, high in itertools.pairwise(buckets)):
+            raise ValueError(f"latency_buckets must be numbers in rising order, got {list(buckets)}")
+        if isinstance(histogram_max_samples, bool) or not histogram_max_samples >= 1:
+            raise ValueError(f"histogram_max_samples must be at least 1, got {histogram_max_samples!r}")
+        self._buckets, self._max_samples = buckets, histogram_max_samples
+        self._lock = threading.RLock()  # a handler on the bus may be called while its thread is in here
+        self._counters: dict[str, float] = {}
+        self._gauges: dict[str, float] = {}
+        self._histograms: dict[str, Histogram] = {}
+        self._handler_id: str | None = None
+        if enabled:
+            self._handler_id = f"tinkex-metrics-{next(_numbers)}"
+            events.attach(self._handler_id, [events.HTTP_STOP], self._on_stop)
+
+    def close(self) -> None:
+        """Count HTTP requests no longer; the numbers stay."""
+        if self._handler_id is not None:
+            events.detach(self._handler_id)
+            self._handler_id = None
+
+    def increment(self, name: str, delta: float = 1) -> None:
+        """Add to a counter.
+
+        Raises:
+            TypeError: The delta is no number.
+            ValueError: The name is a gauge's or a histogram's.
+        """
+        _check_number(name, delta)
+        with self._lock:
+            self._check_name(name, self._counters)
+            self._counters[name] = self._counters.get(name, 0) + delta
+
+    def set_gauge(self, name: str, value: float) -> None:
+        """Replace the value of a gauge; it raises what `increment` raises."""
+        _check_number(name, value)
+        with self._lock:
+            self._check_name(name, self._gauges)
+            self._gauges[name] = value
+
+    def record_histogram(self, name: str, value: Any) -> None:
+        """Add a sample, in milliseconds; what is no finite number is ignored."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return
+        with self._lock:
+            self._check_name(name, self._histograms)
+            if name not in self._histograms:
+                self._histograms[name] = Histogram(self._buckets, self._max_samples)
+            self._histograms[name].add(value)
+
+    def snapshot(self) -> Snapshot:
+        """All numbers at this moment."""
+        with self._lock:
+            return Snapshot(
+                counters=dict(self._counters),
+                gauges=dict(self._gauges),
+                histograms={name: histogram.summary() for name, histogram in self._histograms.items()},
+            )
+
+    def reset(self) -> None:
+        """Forget all numbers."""
+        with self._lock:
+            for kind in (self._counters, self._gauges, self._histograms):
+                kind.clear()
+
+    def flush(self) -> None:
+        """Wait until every update that has begun is visible."""
+        self._lock.acquire()
+        self._lock.release()
+
+    def to_prometheus(self) -> str:
+        """All numbers as the text that Prometheus reads; its content type is `tinkex.prometheus.CONTENT_TYPE`."""
+        with self._lock:
+            return "".join(f"{line}\n" for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for kind, values in (("counter", self._counters), ("gauge", self._gauges)):
+            for name, value in values.items():
+                yield from prometheus.family(prometheus.name_of(name), kind, _help(name), {"": value})
+        for name, found in self._histograms.items():
+            written = prometheus.name_of(name)
+            yield from prometheus.heading(written, "histogram", _help(name))
+            yield from prometheus.histogram(written, found.buckets, found.counts, found.total)
+
+    def _check_name(self, name: str, kind: Mapping[str, Any]) -> None:
+        """A name stands for one kind of number: as two it could not be exported."""
+        if any(name in other for other in (self._counters, self._gauges, self._histograms) if other is not kind):
+            raise ValueError(f"the metric {name!r} exists already and is of another kind")
+
+    def _on_stop(self, event: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
+        if (duration := measurements.get("duration")) is None:
+            return
+        with self._lock:
+            self.increment(REQUESTS_TOTAL)
+            self.increment(REQUESTS_SUCCESS if metadata.get("result") == "ok" else REQUESTS_FAILURE)
+            self.record_histogram(REQUEST_DURATION_MS, round(duration, 3))
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"the metric {name!r} takes a number, got {type(value).__name__}")
+
+
+def _help(name: str) -> str:
+    return _HELP.get(name, "Kept by the program.")
+
+
+# ── the numbers of the process ───────────────────────────────────────────────────────────────────────────────────
+
+_shared: Metrics | None = None
+_making = threading.Lock()
+
+
+def shared() -> Metrics:
+    """The numbers of this process; they are kept from the first call on."""
+    global _shared
+    with _making:
+        if _shared is None:
+            _shared = Metrics()
+        return _shared
+
+
+def configure(
+    *,
+    enabled: bool = True,
+    latency_buckets: Sequence[float] = LATENCY_BUCKETS,
+    histogram_max_samples: int = HISTOGRAM_MAX_SAMPLES,
+) -> Metrics:
+    """Start the process's numbers afresh with other settings; see `Metrics`."""
+    global _shared
+    made = Metrics(enabled=enabled, latency_buckets=latency_buckets, histogram_max_samples=histogram_max_samples)
+    with _making:
+        _shared, old = made, _shared
+    if old is not None:
+        old.close()
+    return made
+
+
+def increment(name: str, delta: float = 1) -> None:
+    """Add to a counter of the process."""
+    shared().increment(name, delta)
+
+
+def set_gauge(name: str, value: float) -> None:
+    """Replace the value of a gauge of the process."""
+    shared().set_gauge(name, value)
+
+
+def record_histogram(name: str, value: Any) -> None:
+    """Add a sample to a histogram of the process."""
+    shared().record_histogram(name, value)
+
+
+def snapshot() -> Snapshot:
+    """All numbers of the process at this moment."""
+    return shared().snapshot()
+
+
+def reset() -> None:
+    """Forget the process's numbers."""
+    shared().reset()
+
+
+def flush() -> None:
+    """Wait until every update that has begun is visible."""
+    shared().flush()
+
+
+def to_prometheus() -> str:
+    """The process's numbers as the text that Prometheus reads."""
+    return shared().to_prometheus()
+
+
+def _renew_locks() -> None:
+    global _making
+    _making = threading.Lock()
+    if _shared is not None:
+        _shared._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)  # another thread may have held one when the process forked

@@ -1,0 +1,200 @@
+"""Regularizers of distributions: entropy, Kullback-Leibler divergence, consistency with a pair.
+
+The last axis is summed over; what remains are rows. Of a list, every datum has rows of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tinkex.regularizers.gradients import parts
+from tinkex.regularizers.penalties import (
+    FLOOR,
+    Penalty,
+    as_tensor,
+    check_choice,
+    check_number,
+    check_shapes,
+    field_parts,
+    flat,
+    joined,
+)
+from tinkex.regularizers.specs import Logprobs
+from tinkex.types.inputs import Datum
+
+REDUCTIONS = ("mean", "sum", "none")
+IMPOSSIBLE = -50.0
+"""Log-probabilities at or below this add nothing to an entropy."""
+UNLIKELY = 1e-10
+"""Probabilities at or below this add nothing to a divergence."""
+MOST_RATIO = 100.0
+"""Log-ratios are clipped to this in a divergence."""
+
+
+def _reduced(values: torch.Tensor, reduction: str) -> torch.Tensor:
+    if reduction == "none":
+        return values
+    return values.mean() if reduction == "mean" else values.sum()
+
+
+def _number(values: torch.Tensor) -> float:
+    return float(values.detach().sum())
+
+
+@dataclass(frozen=True)
+class Entropy(Penalty):
+    """H = −Σ p·x, with its sign so that minimising it does what the mode says.
+
+    Attributes:
+        mode: `minimize` (the value is H) or `maximize` (it is −H).
+        reduction: Over rows: `mean`, `sum` or `none`.
+        normalize: Whether H is divided by its greatest value, ln of the last axis.
+        temperature: Other than 1, x is divided by it and normalised first.
+    """
+
+    NAME = "entropy"
+    mode: str = "minimize"
+    reduction: str = "mean"
+    normalize: bool = False
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, ("minimize", "maximize"))
+        check_choice("reduction", self.reduction, REDUCTIONS)
+        check_number("temperature", self.temperature, above=0)
+
+    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> tuple[torch.Tensor, dict[str, Any]]:
+        found = parts(logprobs)
+        if not found:
+            raise ValueError("there are no log-probabilities")
+        entropy = _reduced(joined([self._rows(part) for part in found]), self.reduction)
+        value = entropy if self.mode == "minimize" else -entropy
+        return value, {"entropy": _number(value), "mode": self.mode, "temperature": self.temperature}
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        if self.temperature != 1.0:
+            x = torch.log_softmax(x / self.temperature, dim=-1)
+        kept = torch.where(x > IMPOSSIBLE, x, 0.0)  # exp(0)·0: neither a value nor a gradient
+        rows = -(kept.exp() * kept).sum(-1)
+        if not self.normalize:
+            return rows
+        classes = x.shape[-1] if x.dim() else 1
+        if classes < 2:
+            raise ValueError("normalize needs at least two classes on the last axis")
+        return rows / math.log(classes)
+
+
+def _divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """KL of the distributions with these logarithms, by row."""
+    probs = p.exp()
+    counts = probs > UNLIKELY
+    ratio = (torch.where(counts, p, 0.0) - torch.where(counts, q, 0.0)).clamp(-MOST_RATIO, MOST_RATIO)
+    return (torch.where(counts, probs, 0.0) * ratio).sum(-1)
+
+
+@dataclass(frozen=True)
+class KLDivergence(Penalty):
+    """KL(P‖Q) of the model P from a reference Q, whose log-probabilities come from the first source that is given.
+
+    Attributes:
+        reference_logprobs: The reference: a tensor, or a list of them where log-probabilities are one.
+        reference_field: The input of the data that holds it.
+        compute_reference: Takes the data and gives it.
+        reduction: Over rows: `mean`, `sum` or `none`.
+        direction: `forward` is KL(P‖Q), `reverse` KL(Q‖P).
+        symmetric: The mean of both, whatever the direction.
+    """
+
+    NAME = "kl_divergence"
+    reference_logprobs: Any = None
+    reference_field: str | None = None
+    compute_reference: Callable[[Sequence[Datum]], Any] | None = None
+    reduction: str = "mean"
+    direction: str = "forward"
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("reduction", self.reduction, REDUCTIONS)
+        check_choice("direction", self.direction, ("forward", "reverse"))
+
+    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> tuple[torch.Tensor, dict[str, Any]]:
+        ours = parts(logprobs)
+        theirs = self._reference(data, logprobs)
+        check_shapes(ours, theirs, "the reference's log-probabilities")
+        rows = joined([self._rows(x, q) for x, q in zip(ours, theirs, strict=True)])
+        value = _reduced(rows, self.reduction)
+        return value, {
+            "kl_divergence": _number(value),
+            "kl_direction": self.direction,
+            "kl_symmetric": self.symmetric,
+            "kl_max": float(rows.detach().max()),
+            "kl_min": float(rows.detach().min()),
+        }
+
+    def _rows(self, x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        if self.symmetric:
+            return 0.5 * (_divergence(x, q) + _divergence(q, x))
+        return _divergence(x, q) if self.direction == "forward" else _divergence(q, x)
+
+    def _reference(self, data: Sequence[Datum], logprobs: Logprobs) -> list[torch.Tensor]:
+        if self.reference_logprobs is None and self.reference_field is not None:
+            return field_parts(data, self.reference_field, logprobs)
+        given = self.reference_logprobs
+        if given is None:
+            if self.compute_reference is None:
+                raise ValueError(
+                    "kl_divergence needs a reference: reference_logprobs, reference_field or compute_reference"
+                )
+            given = self.compute_reference(data)
+        ours = parts(logprobs)
+        several = not isinstance(logprobs, torch.Tensor) and isinstance(given, list | tuple)
+        tensors = list(given) if several else [given]
+        if len(tensors) != len(ours):
+            raise ValueError(f"the reference has {len(tensors)} tensors for log-probabilities of {len(ours)} data")
+        return [as_tensor(tensor, x) for tensor, x in zip(tensors, ours, strict=True)]
+
+
+@dataclass(frozen=True)
+class Consistency(Penalty):
+    """The distance d(x, r) to the log-probabilities r of a pair, e.g. of the same text before it was changed.
+
+    Attributes:
+        pair_field: The input of the data that holds r.
+        metric: `mse`, `l1`, `cosine` (1 − cos of all elements in a row), or `kl` (the mean of both directions).
+        reduction: `mean`, `sum` or `none`; the cosine has none.
+    """
+
+    NAME = "consistency"
+    pair_field: str = "original_logprobs"
+    metric: str = "mse"
+    reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        check_choice("metric", self.metric, ("mse", "l1", "cosine", "kl"))
+        check_choice("reduction", self.reduction, REDUCTIONS)
+
+    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> tuple[torch.Tensor, dict[str, Any]]:
+        ours = parts(logprobs)
+        theirs = field_parts(data, self.pair_field, logprobs)
+        check_shapes(ours, theirs, "the pair's log-probabilities")
+        facts = {"consistency_metric": self.metric}
+        if self.metric == "cosine":
+            return _cosine_distance(flat(ours), flat(theirs)), facts
+        distances = joined([self._distance(x, r) for x, r in zip(ours, theirs, strict=True)])
+        return _reduced(distances, self.reduction), facts
+
+    def _distance(self, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        if self.metric == "kl":
+            return 0.5 * ((x.exp() - r.exp()) * (x - r)).sum(-1)  # KL(P‖R) + KL(R‖P), taken together
+        return (x - r).square() if self.metric == "mse" else (x - r).abs()
+
+
+def _cosine_distance(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    ours, theirs = (torch.linalg.vector_norm(vector).clamp(min=FLOOR) for vector in (x, r))
+    distance: torch.Tensor = 1 - (x @ r) / (ours * theirs)
+    return distance

@@ -1,0 +1,260 @@
+"""Regularizers are computed: side by side or one after the other, each with its events and its own errors.
+
+In either mode a regularizer is called once; its gradient is taken from that very call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from tinkex import events
+from tinkex.regularizers.gradients import UNTRACED, norm_of, traced
+from tinkex.regularizers.specs import Kind, Logprobs, RegularizerError, RegularizerSpec, execute, value_of, waited
+from tinkex.types.custom_losses import RegularizerOutput
+from tinkex.types.inputs import Datum
+
+logger = logging.getLogger("tinkex")
+
+TIMEOUT = 30.0
+"""Seconds that a regularizer may take beside others, or an asynchronous one may be waited for."""
+
+GRACE = 1.0
+"""Seconds beyond its own limits after which an asynchronous one is given up: by then it should have said so itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A regularizer that was computed: its loss as a tensor, not weighted, and its numbers."""
+
+    loss: torch.Tensor
+    output: RegularizerOutput
+
+
+Outcome: TypeAlias = Term | RegularizerError
+
+
+def execute_all(
+    specs: Sequence[RegularizerSpec],
+    data: Sequence[Datum],
+    logprobs: Logprobs,
+    *,
+    parallel: bool = True,
+    timeout: float | None = TIMEOUT,
+    track_grad_norms: bool = False,
+    max_concurrency: int | None = None,
+) -> list[RegularizerOutput]:
+    """Compute regularizers; the outputs are in the order of the specs.
+
+    Args:
+        specs: The regularizers.
+        data: The examples.
+        logprobs: Their log-probabilities.
+        parallel: Whether each gets a thread; the results are the same.
+        timeout: Seconds that each may take in a thread, and that an asynchronous one is waited for; None is for ever.
+        track_grad_norms: Whether to report the norms of their gradients.
+        max_concurrency: The most threads at once; by default as many as there are processors.
+
+    Raises:
+        RegularizerError: The first, in the order of the specs, that failed.
+    """
+    tracked = traced(logprobs) if track_grad_norms else logprobs
+    terms = run_all(
+        specs,
+        data,
+        tracked,
+        parallel=parallel,
+        timeout=timeout,
+        track_grad_norms=track_grad_norms,
+        max_concurrency=max_concurrency,
+    )
+    return [term.output for term in terms]
+
+
+def execute_one(
+    spec: RegularizerSpec,
+    data: Sequence[Datum],
+    logprobs: Logprobs,
+    *,
+    timeout: float | None = TIMEOUT,
+    track_grad_norms: bool = False,
+) -> RegularizerOutput:
+    """Compute one regularizer, here and now."""
+    return execute_all([spec], data, logprobs, parallel=False, timeout=timeout, track_grad_norms=track_grad_norms)[0]
+
+
+def run_all(
+    specs: Sequence[RegularizerSpec],
+    data: Sequence[Datum],
+    logprobs: Logprobs,
+    *,
+    parallel: bool,
+    timeout: float | None,
+    track_grad_norms: bool,
+    max_concurrency: int | None,
+) -> list[Term]:
+    """Compute regularizers of log-probabilities that require gradients, if these are to be tracked."""
+    if max_concurrency is not None and (isinstance(max_concurrency, bool) or max_concurrency < 1):
+        raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency!r}")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+    call = _Call(data, logprobs, timeout, track_grad_norms)
+    if parallel:
+        return _side_by_side(specs, call, max_concurrency or os.cpu_count() or 1)
+    terms = []
+    for spec in specs:
+        _tell_start(spec)
+        began = time.perf_counter()
+        terms.append(_settled(spec, call.outcome(spec), began))
+    return terms
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What all regularizers of one loss are given."""
+
+    data: Sequence[Datum]
+    logprobs: Logprobs
+    timeout: float | None
+    track: bool
+
+    def patience(self, spec: RegularizerSpec) -> float:
+        """Seconds that one may take beside others; an asynchronous one is called, then waited for with a limit."""
+        if self.timeout is None:
+            return math.inf
+        return 2 * self.timeout + GRACE if spec.async_ else self.timeout
+
+    def outcome(self, spec: RegularizerSpec) -> Outcome:
+        """One regularizer, or why there is none."""
+        with torch.enable_grad() if self.track else contextlib.nullcontext():
+            return self._outcome(spec)
+
+    def _outcome(self, spec: RegularizerSpec) -> Outcome:
+        try:
+            answer = execute(spec.fn, self.data, self.logprobs, spec.opts)
+        except Exception as error:
+            return _failure("regularizer_failed", spec, error)
+        if spec.async_:
+            try:
+                answer = waited(answer, self.timeout)
+            except (Exception, asyncio.CancelledError) as error:
+                return _failure("regularizer_exit", spec, error)
+        try:
+            loss, metrics = value_of(answer, f"regularizer {spec.name!r}")
+            norm = self._norm(spec, loss) if self.track else None
+            value = float(loss.detach())
+            output = RegularizerOutput.from_computation(spec.name, value, spec.weight, custom=metrics, grad_norm=norm)
+        except Exception as error:
+            return _failure("regularizer_failed", spec, error)
+        return Term(loss, output)
+
+    def _norm(self, spec: RegularizerSpec, loss: torch.Tensor) -> float:
+        if spec.async_:
+            logger.warning(UNTRACED, spec.name)
+            return 0.0
+        try:
+            return norm_of(loss, self.logprobs)
+        except RuntimeError as error:
+            logger.warning("the gradient norm of regularizer %r is reported as 0.0: %s", spec.name, error)
+            return 0.0
+
+
+def _failure(kind: Kind, spec: RegularizerSpec, error: BaseException) -> RegularizerError:
+    message = f"regularizer {spec.name!r}: {type(error).__name__}: {error}"
+    failure = RegularizerError(message, kind=kind, name=spec.name)
+    failure.__cause__ = error
+    return failure
+
+
+def _timed_out(spec: RegularizerSpec) -> RegularizerError:
+    return RegularizerError(f"regularizer {spec.name!r}: it took too long", kind="timeout", name=spec.name)
+
+
+def _side_by_side(specs: Sequence[RegularizerSpec], call: _Call, most: int) -> list[Term]:
+    """Compute in threads. One that takes too long is left to itself: it cannot be stopped, only not be waited for."""
+    for spec in specs:
+        _tell_start(spec)
+    done: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+    began: dict[int, float] = {}
+    running: dict[int, float] = {}  # when each must have ended
+    terms: dict[int, Term] = {}
+    failures: dict[int, RegularizerError] = {}
+
+    def start(index: int) -> None:
+        began[index] = time.perf_counter()
+        running[index] = began[index] + call.patience(specs[index])
+        context = contextvars.copy_context()
+
+        def work() -> None:
+            try:
+                outcome = context.run(call.outcome, specs[index])
+            except BaseException as error:  # a thread that ended without a word would be waited for in vain
+                outcome = _failure("regularizer_failed", specs[index], error)
+            done.put((index, outcome))
+
+        threading.Thread(target=work, name=f"tinkex-regularizer-{specs[index].name}", daemon=True).start()
+
+    def settle(index: int, outcome: Outcome) -> None:
+        running.pop(index)
+        try:
+            terms[index] = _settled(specs[index], outcome, began[index])
+        except RegularizerError as error:
+            failures[index] = error
+
+    waiting = list(range(len(specs)))[::-1]
+    while waiting or running:
+        while waiting and len(running) < most:
+            start(waiting.pop())
+        for index, outcome in _news(done, running, specs):
+            settle(index, outcome)
+        if failures and all(index in terms for index in range(min(failures))):
+            raise failures[min(failures)]
+    return [terms[index] for index in range(len(specs))]
+
+
+def _news(
+    done: queue.SimpleQueue[tuple[int, Outcome]], running: Mapping[int, float], specs: Sequence[RegularizerSpec]
+) -> list[tuple[int, Outcome]]:
+    """What has ended next: a computation, or the patience with some."""
+    deadline = min(running.values())
+    try:
+        index, outcome = done.get(timeout=None if math.isinf(deadline) else max(0.0, deadline - time.perf_counter()))
+    except queue.Empty:
+        late = [index for index, deadline in running.items() if time.perf_counter() >= deadline]
+        return [(index, _timed_out(specs[index])) for index in late]
+    return [(index, outcome)] if index in running else []  # one that was given up may still end
+
+
+# ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _tell_start(spec: RegularizerSpec) -> None:
+    facts = {"regularizer_name": spec.name, "weight": spec.weight, "async": spec.async_}
+    events.emit(events.REGULARIZER_START, {"system_time": time.time()}, facts)
+
+
+def _settled(spec: RegularizerSpec, outcome: Outcome, began: float) -> Term:
+    """Say how a regularizer ended; raise its failure."""
+    facts = {"regularizer_name": spec.name, "weight": spec.weight}
+    numbers = {"duration": (time.perf_counter() - began) * 1000}
+    if isinstance(outcome, RegularizerError):
+        events.emit(events.REGULARIZER_EXCEPTION, numbers, {**facts, "reason": outcome.message})
+        raise outcome
+    output = outcome.output
+    numbers |= {"value": output.value, "contribution": output.contribution}
+    if output.grad_norm is not None:
+        numbers["grad_norm"] = output.grad_norm
+    events.emit(events.REGULARIZER_STOP, numbers, {**facts, "async": spec.async_})
+    return outcome

@@ -1,0 +1,94 @@
+"""How strongly a loss pulls at the log-probabilities: L2 norms of its gradient by them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tinkex.regularizers.specs import Logprobs, LossFn, RegularizerSpec, execute, value_of, waited
+from tinkex.types.inputs import Datum
+
+logger = logging.getLogger("tinkex")
+
+UNTRACED = "the gradient of the asynchronous regularizer %r is not followed: its norm is reported as 0.0"
+
+
+def parts(logprobs: Logprobs) -> list[torch.Tensor]:
+    """The tensors: one, or those of each datum."""
+    return [logprobs] if isinstance(logprobs, torch.Tensor) else list(logprobs)
+
+
+def traced(logprobs: Logprobs) -> Logprobs:
+    """Log-probabilities whose gradient can be asked for: the same ones, or copies where those cannot have one."""
+    found = parts(logprobs)
+    if found and all(part.requires_grad for part in found):
+        return logprobs
+    return _copied(logprobs)
+
+
+def _copied(logprobs: Logprobs) -> Logprobs:
+    copies = [part.detach().clone().requires_grad_(True) for part in parts(logprobs)]
+    return copies[0] if isinstance(logprobs, torch.Tensor) else copies
+
+
+def norm_of(loss: torch.Tensor, logprobs: Logprobs) -> float:
+    """The norm of a loss's gradient by the log-probabilities it was computed from; 0 for one that is constant."""
+    found = parts(logprobs)
+    if not loss.requires_grad or not found:
+        return 0.0
+    ones = torch.ones_like(loss)
+    grads = torch.autograd.grad(loss, found, ones, retain_graph=True, allow_unused=True)
+    return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads if grad is not None))
+
+
+def compute_grad_norm(loss_fn: Callable[[Any], Any], logprobs: Logprobs) -> float:
+    """The norm of the gradient of any function at some log-probabilities, of any shape.
+
+    Example:
+        >>> round(compute_grad_norm(torch.sum, torch.tensor([1.0, 2.0, 3.0])), 4)
+        1.7321
+    """
+    leaves = _copied(logprobs)
+    with torch.enable_grad():
+        loss = loss_fn(leaves)
+    return norm_of(loss, leaves) if isinstance(loss, torch.Tensor) else 0.0
+
+
+def grad_norm_for_regularizer(spec: RegularizerSpec, data: Sequence[Datum], logprobs: Logprobs) -> float:
+    """The norm of a regularizer's gradient, not weighted; 0.0 with a warning when it fails or is asynchronous."""
+    if spec.async_:
+        logger.warning(UNTRACED, spec.name)
+        return 0.0
+
+    def loss(leaves: Any) -> torch.Tensor:
+        return value_of(execute(spec.fn, data, leaves, spec.opts), f"regularizer {spec.name!r}")[0]
+
+    return _or_zero(loss, logprobs, f"regularizer {spec.name!r}")
+
+
+def total_grad_norm(
+    base_fn: LossFn, specs: Sequence[RegularizerSpec], data: Sequence[Datum], logprobs: Logprobs
+) -> float:
+    """The norm of the gradient of the composed loss; 0.0 with a warning when it cannot be computed."""
+
+    def loss(leaves: Any) -> torch.Tensor:
+        total = value_of(base_fn(data, leaves), "the base loss")[0]
+        for spec in specs:
+            answer = execute(spec.fn, data, leaves, spec.opts)
+            answer = waited(answer, None) if spec.async_ else answer
+            total = total + spec.weight * value_of(answer, f"regularizer {spec.name!r}")[0]
+        return total
+
+    return _or_zero(loss, logprobs, "the composed loss")
+
+
+def _or_zero(loss_fn: Callable[[Any], torch.Tensor], logprobs: Logprobs, whose: str) -> float:
+    try:
+        return compute_grad_norm(loss_fn, logprobs)
+    except Exception as error:
+        logger.warning("the gradient norm of %s cannot be computed and is reported as 0.0: %s", whose, error)
+        return 0.0

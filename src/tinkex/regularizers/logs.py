@@ -1,0 +1,76 @@
+"""A line in the log for every loss and every regularizer that is computed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tinkex import events as bus
+from tinkex.redaction import Scrubber
+
+logger = logging.getLogger("tinkex")
+
+EVENTS = (
+    bus.CUSTOM_LOSS_START,
+    bus.CUSTOM_LOSS_STOP,
+    bus.CUSTOM_LOSS_EXCEPTION,
+    bus.REGULARIZER_START,
+    bus.REGULARIZER_STOP,
+    bus.REGULARIZER_EXCEPTION,
+)
+
+_numbers = itertools.count(1)
+_printed = Scrubber()
+
+
+def events() -> list[str]:
+    """The names of the events that losses and regularizers emit."""
+    return list(EVENTS)
+
+
+def attach_logger(handler_id: str | None = None, level: str | int = "info") -> str:
+    """Write a line to the log "tinkex" for every such event; the id is what `detach` takes.
+
+    Raises:
+        ValueError: There is no such level, or the id is taken.
+    """
+    number = level if isinstance(level, int) else logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ValueError(f"unknown level {level!r}; known are debug, info, warning, error and critical")
+    chosen = handler_id or f"tinkex-regularizers-{next(_numbers)}"
+    bus.attach(chosen, EVENTS, functools.partial(_write, number))
+    return chosen
+
+
+def detach(handler_id: str) -> bool:
+    """Stop a logger; False when there is none of this id."""
+    return bus.detach(handler_id)
+
+
+def _write(level: int, name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
+    logger.log(level, "%s", _printed.text(_line(name, measurements, metadata)))
+
+
+def _line(name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> str:
+    fact = metadata.get
+    took = f"in {measurements.get('duration', 0):.0f} ms"
+
+    def number(key: str) -> str:
+        return f"{key}={measurements[key]:.4f}" if key in measurements else f"{key}=none"
+
+    term = f"regularizer {fact('regularizer_name')} weight={fact('weight')}"
+    if name == bus.CUSTOM_LOSS_START:
+        return f"custom loss start regularizers={fact('regularizer_count')} grad_norms={fact('track_grad_norms')}"
+    if name == bus.CUSTOM_LOSS_STOP:
+        sums = f"{number('loss_total')} {number('regularizer_total')}"
+        return f"custom loss stop {sums} regularizers={fact('regularizer_count')} {took}"
+    if name == bus.CUSTOM_LOSS_EXCEPTION:
+        return f"custom loss failed {took}: {fact('reason')}"
+    if name == bus.REGULARIZER_START:
+        return f"{term} start async={fact('async')}"
+    if name == bus.REGULARIZER_STOP:
+        return f"{term} stop {number('value')} {number('contribution')} {number('grad_norm')} {took}"
+    return f"{term} failed {took}: {fact('reason')}"

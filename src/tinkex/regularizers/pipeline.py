@@ -1,0 +1,188 @@
+"""A loss with regularizers: `loss_total = base_loss + sum(weight * value)`, its parts reported, its gradient whole."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tinkex import events
+from tinkex.regularizers.execution import TIMEOUT, run_all
+from tinkex.regularizers.gradients import norm_of, traced
+from tinkex.regularizers.specs import Logprobs, LossFn, RegularizerError, RegularizerSpec, accepts, value_of
+from tinkex.types.custom_losses import CustomLossOutput
+from tinkex.types.inputs import Datum
+
+logger = logging.getLogger("tinkex")
+
+
+def compute(
+    data: Sequence[Datum],
+    logprobs: Logprobs,
+    base_loss_fn: LossFn,
+    regularizers: Sequence[RegularizerSpec] = (),
+    *,
+    track_grad_norms: bool = False,
+    parallel: bool = True,
+    timeout: float | None = TIMEOUT,
+    max_concurrency: int | None = None,
+) -> CustomLossOutput:
+    """Compute a base loss and regularizers of some log-probabilities.
+
+    Args:
+        data: The examples.
+        logprobs: A tensor, or a list of them, one for each datum.
+        base_loss_fn: Takes the data and the log-probabilities; returns the loss and metrics.
+        regularizers: The terms to add; their names differ.
+        track_grad_norms: Whether to report the norms of all gradients.
+        parallel: Whether regularizers are computed side by side.
+        timeout: Seconds that each of them may take then.
+        max_concurrency: How many are computed at once then.
+
+    Raises:
+        RegularizerError: A regularizer failed, or (kind `pipeline_failed`) the specs or the base loss are at fault.
+    """
+    return compose(
+        data,
+        logprobs,
+        base_loss_fn,
+        regularizers,
+        track_grad_norms=track_grad_norms,
+        parallel=parallel,
+        timeout=timeout,
+        max_concurrency=max_concurrency,
+    )[1]
+
+
+def compose(
+    data: Sequence[Datum],
+    logprobs: Logprobs,
+    base_loss_fn: LossFn,
+    regularizers: Sequence[RegularizerSpec],
+    *,
+    track_grad_norms: bool,
+    parallel: bool,
+    timeout: float | None,
+    max_concurrency: int | None,
+) -> tuple[torch.Tensor, CustomLossOutput]:
+    """The composed loss as a tensor that can be differentiated, and its numbers."""
+    specs = list(regularizers)
+    facts = {"regularizer_count": len(specs), "track_grad_norms": track_grad_norms}
+    events.emit(events.CUSTOM_LOSS_START, {"system_time": time.time()}, facts)
+    began = time.perf_counter()
+    try:
+        _check(base_loss_fn, specs)
+        tracked = traced(logprobs) if track_grad_norms else logprobs
+        with torch.enable_grad() if track_grad_norms else contextlib.nullcontext():
+            total, custom = value_of(base_loss_fn(data, tracked), "the base loss")
+        norm = _norm_or_none(total, tracked) if track_grad_norms else None
+        base = float(total.detach())
+        terms = run_all(
+            specs,
+            data,
+            tracked,
+            parallel=parallel,
+            timeout=timeout,
+            track_grad_norms=track_grad_norms,
+            max_concurrency=max_concurrency,
+        )
+        with torch.enable_grad() if track_grad_norms else contextlib.nullcontext():
+            total = sum((term.output.weight * term.loss for term in terms), total)
+        whole = _norm_or_zero(total, tracked) if track_grad_norms and terms else norm
+        outputs = [term.output for term in terms]
+        output = CustomLossOutput.build(base, custom, outputs, base_grad_norm=norm, total_grad_norm=whole)
+    except Exception as error:
+        failure = error if isinstance(error, RegularizerError) else _failed(error)
+        duration = {"duration": (time.perf_counter() - began) * 1000}
+        events.emit(events.CUSTOM_LOSS_EXCEPTION, duration, {"reason": failure.message})
+        if failure is error:
+            raise
+        raise failure from error
+    numbers = {"loss_total": output.loss_total, "regularizer_total": output.regularizer_total}
+    numbers["duration"] = (time.perf_counter() - began) * 1000
+    events.emit(events.CUSTOM_LOSS_STOP, numbers, {"regularizer_count": len(specs)})
+    return total, output
+
+
+def regularized(
+    loss_fn: LossFn,
+    regularizers: Sequence[RegularizerSpec],
+    *,
+    track_grad_norms: bool = False,
+    parallel: bool = True,
+    timeout: float | None = TIMEOUT,
+    max_concurrency: int | None = None,
+    on_output: Callable[[CustomLossOutput], object] | None = None,
+) -> Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]:
+    """A loss with regularizers folded in, for `TrainingClient.forward_backward_custom`.
+
+    Args:
+        loss_fn: Takes the data and the list of their log-probability tensors; returns the loss and metrics.
+        regularizers: The terms to add.
+        track_grad_norms: Whether to report the norms of all gradients, among the metrics too.
+        parallel: Whether regularizers are computed side by side.
+        timeout: Seconds that each of them may take then.
+        max_concurrency: How many are computed at once then.
+        on_output: Is given the structured numbers of every loss that is computed.
+
+    Raises:
+        ValueError: The specs are at fault.
+
+    Example:
+        >>> loss = regularized(my_loss, [RegularizerSpec(L1(), weight=0.01)])  # doctest: +SKIP
+        >>> client.forward_backward_custom(data, loss).result().metrics["l1_sparsity/value"]  # doctest: +SKIP
+    """
+    specs = list(regularizers)
+    _check(loss_fn, specs)
+
+    def loss(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        total, output = compose(
+            data,
+            logprobs,
+            loss_fn,
+            specs,
+            track_grad_norms=track_grad_norms,
+            parallel=parallel,
+            timeout=timeout,
+            max_concurrency=max_concurrency,
+        )
+        if on_output is not None:
+            on_output(output)
+        return total, output.metrics()
+
+    return loss
+
+
+def _check(base_loss_fn: Any, specs: Sequence[Any]) -> None:
+    """Refuse what cannot be computed before anything is."""
+    if not callable(base_loss_fn) or not accepts(base_loss_fn, 2):
+        raise ValueError("the base loss must be a callable that takes (data, logprobs)")
+    for index, spec in enumerate(specs):
+        if not isinstance(spec, RegularizerSpec):
+            raise ValueError(f"regularizers must be RegularizerSpec; item {index} is a {type(spec).__name__}")
+    repeated = [name for name, count in Counter(spec.name for spec in specs).items() if count > 1]
+    if repeated:
+        raise ValueError(f"regularizers need names that differ; these are repeated: {', '.join(repeated)}")
+
+
+def _failed(error: Exception) -> RegularizerError:
+    said = str(error) or type(error).__name__
+    return RegularizerError(f"the loss could not be composed: {said}", kind="pipeline_failed")
+
+
+def _norm_or_none(loss: torch.Tensor, logprobs: Logprobs) -> float | None:
+    try:
+        return norm_of(loss, logprobs)
+    except RuntimeError as error:
+        logger.warning("the gradient norm of the base loss cannot be computed: %s", error)
+        return None
+
+
+def _norm_or_zero(loss: torch.Tensor, logprobs: Logprobs) -> float:
+    norm = _norm_or_none(loss, logprobs)
+    return 0.0 if norm is None else norm
