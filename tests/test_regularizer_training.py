@@ -16,7 +16,7 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.regularizers import L1, L2, Consistency, CustomLossOutput, RegularizerError, RegularizerSpec, regularized
 
 if TYPE_CHECKING:
-    from tinkex.types.training import ForwardBackwardOutput
+    pass
 
 STEP = types.AdamParams(learning_rate=0.1)
 
@@ -26,17 +26,19 @@ class Recording(FakeEngine):
 
     passes: list[tuple[str, bool, list[types.Datum]]]
 
-    def forward_backward(
+    def pass_start(
         self,
+        job: str,
         adapter: str,
         data: Sequence[types.Datum],
         loss_fn: str,
         config: Mapping[str, float | str],
         *,
         backward: bool = True,
-    ) -> ForwardBackwardOutput:
+        owner: str = "",
+    ) -> None:
         self.passes.append((loss_fn, backward, list(data)))
-        return super().forward_backward(adapter, data, loss_fn, config, backward=backward)
+        super().pass_start(job, adapter, data, loss_fn, config, backward=backward, owner=owner)
 
 
 @pytest.fixture
