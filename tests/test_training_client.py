@@ -63,9 +63,9 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     arrived: list[int] = []
     original = submission.enqueue
 
-    async def enqueue(state: Any, call: Any, model_id: str, seq_id: int, *work: Any) -> Any:
+    async def enqueue(state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any) -> Any:
         arrived.append(seq_id)
-        return await original(state, call, model_id, seq_id, *work)
+        return await original(state, call, model_id, seq_id, *work, **kinds)
 
     monkeypatch.setattr(handlers, "enqueue", enqueue)
     return arrived
