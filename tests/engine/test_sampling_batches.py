@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.conftest import SMALL, Sample
+from engine.conftest import FAMILIES, SMALL, Checkpoint
 from tinkex.engine import EngineError, choices
 from tinkex.engine.cache import BLOCK, Blocks, block_bytes, prompt_keys
 from tinkex.engine.choices import choose, uniforms
@@ -175,6 +175,32 @@ def test_logprobs_of_every_adapter_equal_the_trainers(static: bool, limits: Any)
             theirs = output.loss_fn_outputs[0]["logprobs"].to_numpy()
             ours = np.concatenate([result.prompt_logprobs_np[1:], sequence.logprobs_np])  # type: ignore[index]
             assert np.abs(ours - theirs).max() <= 1e-4
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_decodes_alike_in_both_forms(family: str, checkpoint: Checkpoint) -> None:
+    """Windows, bounds, scales and experts; neighbours change no bit here either."""
+    engine = TorchEngine({"m": checkpoint(family)}, threads=1)
+    engine.create("a", "m", LoraConfig(rank=8))
+    weights = engine._adapters["a"].state.weights
+    weights.add_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)), alpha=0.02)
+    engine.snapshot("a", "adapter")
+    engine.load_sampler("bare", "m", None)
+    prompts = [[5, 17, 80, 33, 9], list(range(3, 30)), [4]]
+    expected = [alone(engine, "adapter", ask(prompt, 2, 15), 1) for prompt in prompts]
+    for static in (False, True):
+        engine._sampler = Sampler(Limits(static=static))
+        for index, prompt in enumerate(prompts):
+            engine.sample_start(f"job{index}", "adapter", ask(prompt, 2, 15), 1)
+            engine.sample_start(f"other{index}", "bare", ask(prompt, 1, 9 + index), 1)
+            engine.sample_step()
+        results = finish(engine)
+        for index, response in enumerate(expected):
+            for one, two in zip(response.sequences, results[f"job{index}"].sequences, strict=True):
+                assert one.tokens == two.tokens
+                np.testing.assert_allclose(one.logprobs_np, two.logprobs_np, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+            if not static:
+                same(response, results[f"job{index}"])
 
 
 def passes_of(engine: TorchEngine) -> list[int]:
@@ -369,7 +395,7 @@ def test_wide_vocabularies_are_drawn_by_spans(size: int, monkeypatch: pytest.Mon
     assert (tokens != direct).float().mean() < 0.002
 
 
-def test_rows_with_different_settings_are_chosen_together(sample: Sample) -> None:
+def test_rows_with_different_settings_are_chosen_together() -> None:
     logits = torch.randn(6, 700, generator=torch.Generator().manual_seed(0)) * 4
     params = [
         SamplingParams(),
