@@ -193,7 +193,7 @@ def test_every_family_decodes_alike_in_both_forms(family: str, checkpoint: Check
         for index, prompt in enumerate(prompts):
             engine.sample_start(f"job{index}", "adapter", ask(prompt, 2, 15), 1)
             engine.sample_start(f"other{index}", "bare", ask(prompt, 1, 9 + index), 1)
-            engine.sample_step()
+            assert not engine.sample_step()
         results = finish(engine)
         for index, response in enumerate(expected):
             for one, two in zip(response.sequences, results[f"job{index}"].sequences, strict=True):
