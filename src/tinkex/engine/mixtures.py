@@ -13,13 +13,14 @@ Axes: T rows of a pass, D inputs, N outputs, R rank (times the projections that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tinkex.engine.decoder import Decoder, Lora
     from tinkex.engine.lora import Factors, Linear
@@ -43,7 +44,7 @@ class Products:
         size = sum(linear.weight_ND.numel() * linear.weight_ND.element_size() for linear in model.linears())
         like = model.embed_VD
         fits = like.device.type == "cpu" and like.dtype == torch.float32 and size <= most_bytes
-        self._packs = fits and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        self._multiply = _onednn() if fits else None
         self._packed: dict[str, torch.Tensor] = {}
 
     def __call__(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
@@ -51,13 +52,20 @@ class Products:
         rows = x_TD.shape[0]
         if rows % ROWS:  # what experts got
             return self(F.pad(x_TD, (0, 0, 0, padded(rows) - rows)), linear)[:rows]
-        if not self._packs:
+        if self._multiply is None:
             return F.linear(x_TD, linear.weight_ND, linear.bias_N)
         weight = self._packed.get(linear.name)
         if weight is None:
             weight = self._packed[linear.name] = torch.ops.mkldnn._reorder_linear_weight(linear.weight_ND)
-        y_TN: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TD, weight, linear.bias_N, "none", [], "")
-        return y_TN
+        return self._multiply(x_TD, weight, linear.bias_N, "none", [], "")
+
+
+def _onednn() -> Callable[..., torch.Tensor] | None:
+    """OneDNN's product with packed weights, where PyTorch has it."""
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # type: ignore[no-untyped-call]
+        operator: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+        return operator
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +78,32 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """Rows of spans, each span padded by repeating its last: where they come from, and where they go back to."""
+
+    source: torch.Tensor
+    result: torch.Tensor
+    target: torch.Tensor
+
+    @classmethod
+    def of(cls, bounds: Sequence[tuple[int, int]], like: torch.Tensor) -> Spread:
+        """For spans with these bounds, one after the other."""
+        source: list[int] = []
+        result: list[int] = []
+        target: list[int] = []
+        for start, stop in bounds:
+            result += range(len(source), len(source) + stop - start)
+            target += range(start, stop)
+            source += [min(row, stop - 1) for row in range(start, start + padded(stop - start))]
+        return cls(*(torch.tensor(rows, device=like.device) for rows in (source, result, target)))
+
+
 class Mixture:
     """Adapters beside each other, each over a span of rows; rows in no span are the base model's."""
 
-    products: Products
-    spans: Sequence[Span]
+    def __init__(self, products: Products, spans: Sequence[Span]) -> None:
+        self._products, self._spans = products, spans
+        self._spread: Spread | None = None
 
     @classmethod
     def of(cls, products: Products, lora_T: Sequence[Lora], rows: int) -> Mixture:
@@ -90,43 +119,41 @@ class Mixture:
 
     def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
         """A linear layer, with the share of each adapter added to its rows."""
-        y_TN = self.products(x_TD, linear)
-        for span in self.spans:
-            factors = span.lora.factors.get(linear.name)
-            if factors is not None:
-                start, stop = (span.start, span.stop) if rows_T is None else _within(span, rows_T)
-                _add_share(x_TD, y_TN, linear, factors, start, stop)
+        y_TN = self._products(x_TD, linear)
+        bounds = [(s.start, s.stop) for s in self._spans] if rows_T is None else _within(self._spans, rows_T)
+        if all((stop - start) % ROWS == 0 for start, stop in bounds):
+            self._add(x_TD, y_TN, linear, bounds)
+            return y_TN
+        spread = Spread.of(bounds, x_TD) if rows_T is not None or self._spread is None else self._spread
+        if rows_T is None:  # the same for every layer
+            self._spread = spread
+        x, y = x_TD[spread.source], y_TN[spread.source]
+        ends = list(accumulate(padded(stop - start) for start, stop in bounds))
+        self._add(x, y, linear, list(zip([0, *ends], ends, strict=False)))
+        y_TN[spread.target] = y[spread.result]
         return y_TN
 
-
-def _within(span: Span, rows_T: torch.Tensor) -> tuple[int, int]:
-    start, stop = torch.searchsorted(rows_T, rows_T.new_tensor([span.start, span.stop])).tolist()
-    return start, stop
-
-
-def _add_share(x_TD: torch.Tensor, y_TN: torch.Tensor, linear: Linear, factors: Factors, start: int, stop: int) -> None:
-    """Add an adapter's share to rows. Where their number is no multiple, neighbours are computed too and left out."""
-    total, size = x_TD.shape[0], padded(stop - start)
-    if start == stop:
-        return
-    if (stop - start) % ROWS == 0:
-        _add(x_TD[start:stop], y_TN[start:stop], linear, factors)
-        return
-    first = max(0, min(start, total - size))
-    x, y = x_TD[first : first + size], y_TN[first : first + size]
-    y = torch.cat([y, y.new_zeros(size - y.shape[0], y.shape[1])]) if y.shape[0] < size else y.clone()
-    x = torch.cat([x, x.new_zeros(size - x.shape[0], x.shape[1])]) if x.shape[0] < size else x
-    _add(x, y, linear, factors)
-    y_TN[start:stop] = y[start - first : stop - first]
+    def _add(self, x: torch.Tensor, y: torch.Tensor, linear: Linear, bounds: Sequence[tuple[int, int]]) -> None:
+        for span, (start, stop) in zip(self._spans, bounds, strict=True):
+            factors = span.lora.factors.get(linear.name)
+            if factors is not None and start < stop:
+                _add_share(x[start:stop], y[start:stop], linear, factors)
 
 
-def _add(x: torch.Tensor, y: torch.Tensor, linear: Linear, factors: Factors) -> None:
+def _within(spans: Sequence[Span], rows_T: torch.Tensor) -> list[tuple[int, int]]:
+    """Where spans begin and end among some rows of the pass."""
+    edges = rows_T.new_tensor([edge for span in spans for edge in (span.start, span.stop)])
+    places = torch.searchsorted(rows_T, edges).tolist()
+    return list(zip(places[::2], places[1::2], strict=True))
+
+
+def _add_share(x: torch.Tensor, y: torch.Tensor, linear: Linear, factors: Factors) -> None:
     low = F.linear(x, factors.a_RD)
     if len(linear.sizes) == 1:
         y.addmm_(low, factors.b_NR[0].t(), alpha=factors.scale)
         return
     lows = low.chunk(len(linear.sizes), dim=1)
-    for part, low_part, b_NR in zip(torch.split(y, linear.sizes, dim=1), lows, factors.b_NR, strict=True):
+    for part, low_part, b_NR in zip(y.split_with_sizes(linear.sizes, 1), lows, factors.b_NR, strict=True):
         part.addmm_(low_part, b_NR.t(), alpha=factors.scale)
 
 
