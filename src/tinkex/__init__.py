@@ -106,6 +106,15 @@ if TYPE_CHECKING:
     from tinkex.loss_graphs import (
         PerDatumLossFn as PerDatumLossFn,
     )
+    from tinkex.recovery_policies import (
+        RecoveryError as RecoveryError,
+    )
+    from tinkex.recovery_policies import (
+        RecoveryPolicy as RecoveryPolicy,
+    )
+    from tinkex.resilience import (
+        resilient as resilient,
+    )
     from tinkex.responses import (
         APIResponse as APIResponse,
     )
@@ -251,6 +260,8 @@ _HOMES = {
     "tinkex.http": ["HttpClient", "RequestOptions", "Timeout"],
     "tinkex.local": ["LocalBackend"],
     "tinkex.loss_graphs": ["LossHandle", "PerDatumLossFn"],
+    "tinkex.recovery_policies": ["RecoveryError", "RecoveryPolicy"],
+    "tinkex.resilience": ["resilient"],
     "tinkex.responses": ["APIResponse"],
     "tinkex.rest": ["AdminClient", "RestClient"],
     "tinkex.retries": ["RetryConfig"],
@@ -345,6 +356,8 @@ __all__ = [
     "PermissionDeniedError",
     "PromptProvenanceSpan",
     "RateLimitError",
+    "RecoveryError",
+    "RecoveryPolicy",
     "RequestFailedError",
     "RequestOptions",
     "RestClient",
@@ -370,6 +383,7 @@ __all__ = [
     "await_many",
     "await_many_async",
     "configure",
+    "resilient",
     "types",
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 from urllib.parse import quote
 
 import msgspec
@@ -256,6 +256,12 @@ class CheckpointsListResponse(Record, frozen=True, kw_only=True):
     cursor: Cursor | None = None
 
 
+if TYPE_CHECKING:
+    Flag: TypeAlias = bool
+else:
+    Flag = bool | str  # some servers write it as text, in any letter case
+
+
 class TrainingRun(Stamped, frozen=True, kw_only=True):
     """A training run and what was last saved of it."""
 
@@ -263,12 +269,17 @@ class TrainingRun(Stamped, frozen=True, kw_only=True):
     base_model: str
     model_owner: str
     is_lora: bool
-    corrupted: bool = False
+    corrupted: Flag = False
     lora_rank: int | None = None
     last_request_time: dt.datetime
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        """Have the flag as one."""
+        super().__post_init__()
+        msgspec.structs.force_setattr(self, "corrupted", str(self.corrupted).strip().lower() == "true")
 
 
 class TrainingRunsResponse(Record, frozen=True, kw_only=True):
