@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from tinkex.config import (
         configure as configure,
     )
+    from tinkex.downloads import (
+        DownloadError as DownloadError,
+    )
+    from tinkex.downloads import (
+        download as download,
+    )
+    from tinkex.downloads import (
+        download_async as download_async,
+    )
     from tinkex.errors import (
         APIConnectionError as APIConnectionError,
     )
@@ -235,6 +244,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "tinkex.config": ["Config", "configure"],
+    "tinkex.downloads": ["DownloadError", "download", "download_async"],
     "tinkex.errors": [
         "APIConnectionError",
         "APIError",
@@ -330,6 +340,7 @@ __all__ = [
     "DimuonOptimizerConfig",
     "DimuonParams",
     "DmelChunk",
+    "DownloadError",
     "EncodedTextChunk",
     "ExperimentalWarning",
     "ForwardBackwardOutput",
@@ -383,6 +394,8 @@ __all__ = [
     "await_many",
     "await_many_async",
     "configure",
+    "download",
+    "download_async",
     "resilient",
     "types",
 ]
