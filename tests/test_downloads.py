@@ -238,7 +238,15 @@ def test_without_a_strong_tag_nothing_is_continued(server: FaultyServer, tmp_pat
 
 def test_a_server_that_answers_another_span_is_not_believed(server: FaultyServer, tmp_path: Path) -> None:
     data = tar_of({"big": CONTENT})
-    wrong = Answer(206, data[5:], {"Content-Range": f"bytes 5-{len(data) - 1}/{len(data)}"})
+
+    def wrong(whole: Any) -> Any:
+        def shifted(seen: Seen) -> Answer:  # as many bytes as are missing, but others
+            begin = int(seen.headers["range"].removeprefix("bytes=").removesuffix("-"))
+            span = f"bytes {begin - 5}-{len(data) - 6}/{len(data)}"
+            return Answer(206, data[begin - 5 : -5], {"Content-Range": span, "ETag": '"v1"'})
+
+        return shifted
+
     offer(server, data, cut(1_000_000), wrong)
     done = tinkex.download(rest_of(server), PATH, tmp_path)
     assert (done.destination / "big").read_bytes() == CONTENT

@@ -106,6 +106,12 @@ if TYPE_CHECKING:
     from tinkex.http import (
         Timeout as Timeout,
     )
+    from tinkex.huggingface import (
+        push_checkpoint_adapter as push_checkpoint_adapter,
+    )
+    from tinkex.huggingface import (
+        push_checkpoint_adapter_async as push_checkpoint_adapter_async,
+    )
     from tinkex.local import (
         LocalBackend as LocalBackend,
     )
@@ -268,6 +274,7 @@ _HOMES = {
     ],
     "tinkex.futures": ["Future", "await_many", "await_many_async"],
     "tinkex.http": ["HttpClient", "RequestOptions", "Timeout"],
+    "tinkex.huggingface": ["push_checkpoint_adapter", "push_checkpoint_adapter_async"],
     "tinkex.local": ["LocalBackend"],
     "tinkex.loss_graphs": ["LossHandle", "PerDatumLossFn"],
     "tinkex.recovery_policies": ["RecoveryError", "RecoveryPolicy"],
@@ -396,6 +403,8 @@ __all__ = [
     "configure",
     "download",
     "download_async",
+    "push_checkpoint_adapter",
+    "push_checkpoint_adapter_async",
     "resilient",
     "types",
 ]
