@@ -309,6 +309,16 @@ def apply_log_level() -> None:
         logger.addHandler(handler)
 
 
+def maybe_set_level(level: str | None) -> None:
+    """Set the level of the "tinkex" logger: debug, info, warn or error, as TINKER_LOG has them; None leaves it."""
+    if level is None:
+        return
+    chosen = environment.level("level", {"level": level})
+    if chosen is None:
+        raise ValueError(f"level must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
+    logging.getLogger("tinkex").setLevel(LOG_LEVELS[chosen])
+
+
 def _recovery(given: RecoveryPolicy | Mapping[str, Any] | None) -> RecoveryPolicy | None:
     try:
         return None if given is None else RecoveryPolicy.of(given)

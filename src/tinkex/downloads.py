@@ -122,12 +122,13 @@ def target_of(tinker_path: str, output_dir: Path) -> Path:
         DownloadError: It is no checkpoint's path.
     """
     try:
-        ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-    except (ValueError, AttributeError) as error:
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+    except ValueError as error:
         raise DownloadError(str(error), "invalid_path") from None
     name = tinker_path.removeprefix(SCHEME).replace("/", "_")
     target = output_dir / name
-    if target.parent != output_dir or name != target.name or "\\" in name or "\0" in name:
+    dots = {".", ".."} & {parsed.training_run_id, parsed.name}
+    if dots or target.parent != output_dir or name != target.name or "\\" in name or "\0" in name:
         raise DownloadError(f"{tinker_path!r} cannot be the name of a directory", "invalid_path")
     return target
 

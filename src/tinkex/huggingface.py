@@ -84,7 +84,7 @@ async def push_checkpoint_adapter_async(
     """
     try:
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise HubError(str(error)) from None
     if re.search(r"\s", tinker_path):
         raise HubError(f"{tinker_path!r} has blanks in it: no checkpoint has")

@@ -38,9 +38,14 @@ class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
 
     @classmethod
     def from_tinker_path(cls, tinker_path: str) -> Self:
-        """Parse a path; `ValueError` says what is wrong with it."""
+        """Parse a path; `ValueError` says what is wrong with it: the scheme, the shape or the kind."""
+        if not isinstance(tinker_path, str) or not tinker_path.startswith(SCHEME):
+            raise ValueError(
+                f"{tinker_path!r} is not a checkpoint path: it does not begin with {SCHEME}; "
+                "expected tinker://<run>/<kind>/<name>"
+            )
         parts = tinker_path.removeprefix(SCHEME).split("/")
-        if not tinker_path.startswith(SCHEME) or len(parts) != 3 or not all(parts):
+        if len(parts) != 3 or not all(parts):
             raise ValueError(f"{tinker_path!r} is not a checkpoint path; expected tinker://<run>/<kind>/<name>")
         run, kind, name = parts
         if kind not in KINDS:
