@@ -180,9 +180,13 @@ class Clock:
 
     def tick(self, count: int = 1) -> None:
         """Let the count-th sleep end, once it has begun."""
+        self.wait(count)
+        self.release()
+
+    def wait(self, count: int) -> None:
+        """Wait until the count-th sleep has begun."""
         with self._news:
             assert self._news.wait_for(lambda: len(self.asked) >= count, 20), self.asked
-        self.release()
 
     def release(self) -> None:
         """Let what sleeps now wake up."""
@@ -265,6 +269,7 @@ def test_without_a_policy_of_its_own_a_monitor_goes_by_the_config(place: Place) 
             monitor.monitor_run("run", service, "no mapping")  # type: ignore[arg-type]
             clock.tick()
             assert clock.asked[0] == 7.0
+            clock.wait(2)  # the look in between is over
             monitor.stop_monitoring("run")
             clock.release()
     finally:
@@ -281,6 +286,7 @@ def test_a_look_that_fails_is_told_and_the_run_stays_watched(place: Place, heard
     assert isinstance(facts["error"], tinkex.NotFoundError)
     assert (facts["run_id"], facts["who"]) == ("nobody", "me")
     assert monitor.run_ids == ["nobody"]
+    clock.wait(2)
     monitor.stop_monitoring("nobody")
     clock.release()
 
