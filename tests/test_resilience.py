@@ -21,6 +21,7 @@ from tinkex import Future, RecoveryError, RecoveryPolicy, ServiceClient, events,
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.resilience import ResilientTrainingClient, _Entry
+from tinkex.server.journal import Committer
 from tinkex.server.promises import Promises
 
 QUICK = RecoveryPolicy(enabled=True, backoff_ms=1, max_attempts=2)
@@ -469,3 +470,14 @@ async def test_a_log_that_is_begun_anew_hides_nothing_from_a_cursor_of_the_one_b
         assert [ended.request_id for ended in log.after(seen)] == [promise.request_id]
         seen = log.cursor
         promises.forget_session("session")
+
+
+async def test_a_journal_that_was_closed_meanwhile_does_not_end_the_writing_of_others(tmp_path: Path) -> None:
+    committer = Committer(flush=False)
+    with (tmp_path / "a").open("wb") as closed, (tmp_path / "b").open("wb") as other:
+        closed.close()  # its session was finished while a request was on its way to the disk
+        with pytest.raises(OSError, match="closed file"):
+            await asyncio.wait_for(committer.write(closed, b"lost"), 10)
+        await asyncio.wait_for(committer.write(other, b"kept"), 10)
+    committer.stop()
+    assert (tmp_path / "b").read_bytes() == b"kept"
