@@ -24,13 +24,13 @@ MODEL = "test/small"
 
 
 @contextmanager
-def serving(engine: Engine, data_dir: Path, **options: Any) -> Iterator[str]:
-    """A real server on a free loopback port, in a thread of its own."""
+def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> Iterator[str]:
+    """A real server on a loopback port, a free one by default, in a thread of its own."""
     import uvicorn
 
     from tinkex.server.app import create_app
 
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     app = create_app(engine, data_dir, **options)
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

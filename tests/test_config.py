@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tinkex import Config, ConfigurationError, ServiceClient
+from tinkex import Config, ConfigurationError, RecoveryPolicy, ServiceClient
 from tinkex import config as module
 from tinkex.config import HOSTED_URL, POOL_SIZES, configure, poll_delay
 
@@ -157,6 +157,7 @@ TIERS: dict[str, tuple[str | None, str, Any, Any, Any]] = {
     "otel_propagate": ("TINKEX_OTEL_PROPAGATE", "on", True, False, True),
     "circuit_breaker": (None, "", False, True, False),
     "dump_headers": ("TINKEX_DUMP_HEADERS", "on", True, False, True),
+    "recovery": (None, "", None, RecoveryPolicy(enabled=True), RecoveryPolicy()),
 }
 
 

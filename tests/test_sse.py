@@ -63,7 +63,7 @@ def test_events_are_those_of_a_plain_reader(stream: bytes) -> None:
     assert decoded(stream) == reference(stream)
 
 
-@pytest.mark.covers("C24")
+@pytest.mark.covers("C24", "Q-25")
 @given(streams, st.data())
 def test_cuts_change_nothing(stream: bytes, data: st.DataObject) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))

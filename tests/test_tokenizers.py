@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import base64
+import importlib.util
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import tinkex
+from faulty import Answer, faulty_server
 from support import MODEL
-from tinkex import ServiceClient
+from tinkex import ServiceClient, TinkerError, tokenizers, types
+from tinkex.kimi import PATTERN, KimiTokenizer
 from tinkex.server.hub_cache import MARK, cache_root, publish_tokenizer
-from tinkex.tokenizers import Tokenizer, load_tokenizer
+from tinkex.tokenizers import Tokenizer, TokenizerError, load_tokenizer
 
 TEXTS = ["hello cat", "the dog ran on the mat", "12 + 34 = 46", "naïve ☃ \n\t x", "", "</s> in text"]
 BACKENDS = ["transformers", "tokenizers"]
@@ -48,8 +59,6 @@ def test_transformers_is_preferred_when_it_is_there(server_url: str, monkeypatch
     from transformers import PreTrainedTokenizerBase
 
     assert isinstance(load_tokenizer(MODEL), PreTrainedTokenizerBase)
-    import importlib.util
-
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
     assert isinstance(load_tokenizer(MODEL), Tokenizer)
@@ -266,3 +275,341 @@ def test_publishing_can_be_switched_off(
     monkeypatch.setenv("TINKEX_HUB_CACHE", "1")
     publish_tokenizers(engine)
     assert (home / "models--org--name").exists()
+
+
+# ── by model name ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Letters:
+    """A tokenizer of single characters."""
+
+    def encode(self, text: str) -> list[int]:
+        if text == "boom":
+            raise RuntimeError("no such letters")
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+@pytest.fixture(autouse=True)
+def empty_cache() -> Iterator[None]:
+    tokenizers.clear_cache()
+    yield
+    tokenizers.clear_cache()
+
+
+def info(tokenizer_id: Any) -> Any:
+    return SimpleNamespace(model_data=SimpleNamespace(tokenizer_id=tokenizer_id))
+
+
+@pytest.mark.covers("1.1.2")
+@pytest.mark.parametrize(
+    ("name", "told", "expected"),
+    [
+        ("gpt2", info("struct/tokenizer:abc123"), "struct/tokenizer"),
+        ("gpt2", {"model_data": {"tokenizer_id": "plain/mapping:x"}}, "plain/mapping"),
+        ("gpt2", info("meta-llama/Llama-3.1-8B"), "meta-llama/Llama-3.1-8B"),  # what the server says is not mapped
+        ("gpt2", info(None), "gpt2"),
+        ("gpt2", info(7), "gpt2"),
+        ("gpt2", {}, "gpt2"),
+        ("gpt2", OSError("no info"), "gpt2"),
+        ("org/model/variant:rev", None, "org/model"),
+        ("org/model:rev", None, "org/model"),
+        ("meta-llama/Llama-3.1-8B", None, "thinkingmachineslabinc/meta-llama-3-tokenizer"),
+        ("meta-llama/Llama-3", None, "thinkingmachineslabinc/meta-llama-3-tokenizer"),
+        ("meta-llama/Llama-3.3-70B-Instruct/x:y", None, "thinkingmachineslabinc/meta-llama-3-tokenizer"),
+        ("meta-llama/Llama-2-7b", None, "meta-llama/Llama-2-7b"),
+        ("a/b/c/d", None, "a/b/c/d"),
+        ("gpt2", None, "gpt2"),
+        (123, None, "123"),
+    ],
+)
+def test_the_tokenizers_id_is_resolved_in_a_fixed_order(name: Any, told: Any, expected: str) -> None:
+    def say(client: object) -> Any:
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    client = None if told is None else object()
+    assert tokenizers.get_tokenizer_id(name, client, info_fun=say) == expected
+
+
+@pytest.mark.covers("1.1.2")
+def test_a_training_client_is_asked_by_its_own_method_and_a_directory_is_itself(tmp_path: Path) -> None:
+    client = SimpleNamespace(get_info=lambda: info("asked/it"))
+    assert tokenizers.get_tokenizer_id("gpt2", client) == "asked/it"
+    assert tokenizers.get_tokenizer_id("gpt2", SimpleNamespace()) == "gpt2"
+    assert tokenizers.get_tokenizer_id(str(tmp_path)) == str(tmp_path)
+
+
+@pytest.mark.covers("1.1.3")
+def test_a_tokenizer_is_loaded_once_and_the_first_of_two_stays() -> None:
+    loads: list[tuple[str, Any]] = []
+    together = threading.Barrier(2, timeout=10)
+
+    def load(tokenizer_id: str, options: Any) -> Letters:
+        loads.append((tokenizer_id, dict(options)))
+        together.wait()
+        return Letters()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: tokenizers.get_or_load_tokenizer("x/y", load_fun=load), range(2))
+    assert first is second
+    assert loads == [("x/y", {})] * 2
+    assert tokenizers.get_or_load_tokenizer("x/y", load_fun=load) is first
+    assert len(loads) == 2
+
+
+@pytest.mark.covers("1.1.3")
+def test_a_failure_to_load_names_the_tokenizer_and_is_not_kept() -> None:
+    attempts = iter([KeyError("first"), "no tokenizer", tinkex.ConfigurationError("passes through"), Letters()])
+
+    def load(tokenizer_id: str, options: Any) -> Any:
+        given = next(attempts)
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    with pytest.raises(TokenizerError, match=r"'x/y' could not be loaded: KeyError\('first'\)"):
+        tokenizers.get_or_load_tokenizer("x/y", load_fun=load)
+    with pytest.raises(TokenizerError, match="gave no tokenizer for 'x/y', but 'no tokenizer'"):
+        tokenizers.get_or_load_tokenizer("x/y", load_fun=load)
+    with pytest.raises(tinkex.ConfigurationError, match="passes through"):
+        tokenizers.get_or_load_tokenizer("x/y", load_fun=load)
+    assert isinstance(tokenizers.get_or_load_tokenizer("x/y", load_fun=load), Letters)
+    for wrong in (lambda tokenizer_id: Letters(), "load"):
+        with pytest.raises(TokenizerError, match="load_fun must take"):
+            tokenizers.get_or_load_tokenizer("z", load_fun=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.covers("1.1.3", "1.1.4")
+def test_only_kimis_revision_is_pinned() -> None:
+    seen: dict[str, Any] = {}
+
+    def load(tokenizer_id: str, options: Any) -> Letters:
+        seen[tokenizer_id] = dict(options)
+        return Letters()
+
+    for name in ("gpt2", tokenizers.KIMI):
+        tokenizers.get_or_load_tokenizer(name, load_fun=load)
+    assert seen == {"gpt2": {}, tokenizers.KIMI: {"revision": "612681931a8c906ddb349f8ad0f582cb552189cd"}}
+    tokenizers.get_or_load_tokenizer("gpt2", load_fun=load, revision="abc")
+    assert seen["gpt2"] == {"revision": "abc"}
+
+
+@pytest.mark.covers("1.1.1")
+def test_text_is_encoded_and_decoded_by_a_models_name(model_dir: Path) -> None:
+    name = str(model_dir)
+    for backend in BACKENDS:
+        tokens = tokenizers.encode("hello cat", name, backend=backend)
+        assert tokens == load_tokenizer(name).encode("hello cat")
+        assert tokenizers.decode(tokens, name, backend=backend) == "hello cat"
+    assert tokenizers.encode_text is tokenizers.encode
+    assert tokenizers.kimi_tokenizer("moonshotai/Kimi-K2-Thinking")
+    assert not tokenizers.kimi_tokenizer("moonshotai/Kimi-K2-Thinking-x")
+
+
+LOOSE: Any = tokenizers
+"""The module without its types: what is refused here is what they forbid."""
+
+
+@pytest.mark.covers("1.1.5")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda o: LOOSE.encode(7, "m", **o), "text must be"),
+        (lambda o: LOOSE.encode(b"x", "m", **o), "text must be a text, got bytes"),
+        (lambda o: LOOSE.encode("x", None, **o), "model_name must be"),
+        (lambda o: LOOSE.decode([1], 7, **o), "model_name must be a text, got 7"),
+        (lambda o: LOOSE.decode("12", "m", **o), "tokens must be a list"),
+        (lambda o: LOOSE.decode([1, "2"], "m", **o), "whole numbers, got '2'"),
+        (lambda o: LOOSE.decode([1.0], "m", **o), "whole numbers, got 1.0"),
+        (lambda o: LOOSE.decode([True], "m", **o), "whole numbers, got True"),
+        (lambda o: LOOSE.get_or_load_tokenizer(7, **o), "id must be"),
+        (lambda o: LOOSE.get_or_load_tokenizer("m", colour="red", **o), "unknown option 'colour'"),
+        (lambda o: LOOSE.encode("boom", "m", **o), "could not encode: RuntimeError"),
+        (lambda o: LOOSE.decode([-1], "m", **o), "could not decode: ValueError"),
+    ],
+)
+def test_bad_input_is_refused_with_its_reason(call: Any, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message) as caught:
+        call({"load_fun": lambda tokenizer_id, options: Letters()})
+    assert caught.value.type == "validation"
+    assert caught.value.is_user_error
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.covers("1.1.6")
+def test_a_model_input_is_made_of_text() -> None:
+    load: dict[str, Any] = {"load_fun": lambda tokenizer_id, options: Letters()}
+    makers: list[Any] = [types.ModelInput.from_text, types.ModelInput.from_text_or_raise]
+    for make in makers:
+        made = make("hi", model_name="m", **load)
+        assert made.to_ints() == [104, 105]
+        assert [chunk.type for chunk in made.chunks] == ["encoded_text"]
+        with pytest.raises(ValueError, match="model_name"):
+            make("hi", **load)
+        with pytest.raises(TokenizerError, match="text must be"):
+            make(7, model_name="m", **load)
+        with pytest.raises(TokenizerError, match="no effect"):
+            make("hi", tokenizer=Letters(), **load)
+
+
+def says(info: Any) -> Callable[[Any], Any]:
+    return lambda client: info
+
+
+@pytest.mark.covers("1.3")
+def test_clients_help_with_tokenizers(server_url: str) -> None:
+    seen: list[str] = []
+
+    def load(tokenizer_id: str, options: Any) -> Letters:
+        seen.append(tokenizer_id)
+        return Letters()
+
+    with ServiceClient(base_url=server_url) as service:
+        training = service.create_lora_training_client(MODEL, rank=2)
+        sampling = service.create_sampling_client(base_model=MODEL)
+        assert training.decode(training.encode("hello cat")) == "hello cat"
+        assert isinstance(training.get_tokenizer(load_fun=load), Letters)
+        assert isinstance(sampling.get_tokenizer(load_fun=load), Letters)
+        for data in ({"base_model": "a/b/c"}, {"model_name": "d"}, {}, {"tokenizer_id": "e:1", "base_model": "x"}):
+            training.get_tokenizer(info_fun=says({"model_data": data}), load_fun=load)
+        sampling.get_tokenizer(sampler_fun=lambda client: SimpleNamespace(base_model="f/g/h:1"), load_fun=load)
+
+        def refuse(client: object) -> Any:
+            raise OSError("no info")
+
+        with pytest.raises(OSError, match="no info"):
+            training.get_tokenizer(info_fun=refuse, load_fun=load)
+    assert seen == [MODEL, "a/b", "d", "unknown", "e", "f/g"]
+
+
+# ── Kimi ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class StandIn:
+    """What is used of tiktoken's Encoding, for where it is not installed: pairs are merged by rank, lowest first."""
+
+    def __init__(self, name: str, *, pat_str: str, mergeable_ranks: dict[bytes, int], special_tokens: dict[str, int]):
+        self._ranks, self._special = mergeable_ranks, special_tokens
+        self._texts = {rank: token for token, rank in mergeable_ranks.items()}
+        self._texts |= {number: text.encode() for text, number in special_tokens.items()}
+
+    def encode(self, text: str, *, allowed_special: str) -> list[int]:
+        assert allowed_special == "all"
+        parts = re.split(f"({'|'.join(map(re.escape, self._special))})", text)
+        return [
+            number
+            for index, part in enumerate(parts)
+            for number in ([self._special[part]] if index % 2 else self.encode_ordinary(part))
+        ]
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        pieces = [bytes([byte]) for byte in text.encode()]
+        while pairs := [
+            (self._ranks[left + right], index)
+            for index, (left, right) in enumerate(itertools.pairwise(pieces))
+            if left + right in self._ranks
+        ]:
+            index = min(pairs)[1]
+            pieces[index : index + 2] = [pieces[index] + pieces[index + 1]]
+        return [self._ranks[piece] for piece in pieces]
+
+    def decode_bytes(self, tokens: list[int]) -> bytes:
+        return b"".join(self._texts[token] for token in tokens)
+
+
+@pytest.fixture
+def tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("tiktoken") is None:
+        monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(Encoding=StandIn))
+
+
+def kimi_files(directory: Path, added: dict[str, Any]) -> dict[str, Any]:
+    ranks = "".join(f"{base64.b64encode(c.encode()).decode()} {n}\n" for n, c in enumerate("Say hi"))
+    (directory / "tiktoken.model").write_text(f"\nnot a line at all\n!!! 7\n{ranks}\n")
+    (directory / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    return {
+        "tiktoken_model_path": str(directory / "tiktoken.model"),
+        "tokenizer_config_path": str(directory / "tokenizer_config.json"),
+    }
+
+
+BOS = {"6": {"content": "<|bos|>"}, "7": {"content": "<|bos|>>"}}
+
+
+@pytest.mark.covers("1.1.4")
+def test_kimis_tokenizer_is_made_of_ranks_and_special_tokens(tmp_path: Path, tiktoken: None) -> None:
+    files = kimi_files(tmp_path, {"6": {"content": "<|bos|>"}})
+    name = tokenizers.KIMI
+    for text, tokens in (
+        ("Say hi", [0, 1, 2, 3, 4, 5]),
+        ("<|bos|>Say", [6, 0, 1, 2]),
+        ("<|reserved_token_261|>", [261]),
+    ):
+        assert tokenizers.encode(text, name, **files) == tokens
+        assert tokenizers.decode(tokens, name, **files) == text
+    with pytest.raises(TokenizerError, match="could not encode"):  # its letters are no tokens of this small one
+        tokenizers.encode("<|bos|>Say", name, allow_special_tokens=False, **files)
+    with pytest.raises(TokenizerError, match="there is no token 262"):
+        tokenizers.decode([262], name, **files)
+
+
+@pytest.mark.covers("1.1.4")
+def test_special_tokens_can_be_taken_as_text_or_the_longest_first(tmp_path: Path, tiktoken: None) -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    special = {"<a>": 256, "<a>b": 257}
+    tokenizer = KimiTokenizer(ranks, special, matching="longest")
+    assert tokenizer.encode("x<a>b<a>") == [120, 257, 256]
+    assert tokenizer.encode("<a>", allow_special_tokens=False) == list(b"<a>")
+    assert tokenizer.decode([256, 195]) == "<a>\ufffd"
+    assert tokenizer.vocab_size == 258
+    with pytest.raises(ValueError, match="special_token_matching"):
+        KimiTokenizer(ranks, special, matching="shortest")  # type: ignore[arg-type]
+
+
+@pytest.mark.covers("1.1.4")
+def test_text_is_split_as_kimi_splits_it() -> None:
+    regex = importlib.import_module("regex")  # comes with transformers, and knows the same classes of characters
+    pattern = regex.compile(PATTERN, regex.VERSION1)
+    for text, expected in {
+        "汉字abc": ["汉字", "abc"],
+        "Hello World's end": ["Hello", " World's", " end"],
+        "HTTPServer it'LL": ["HTTPServer", " it'LL"],
+        "12345": ["123", "45"],
+        "a  b": ["a", " ", " b"],
+        "x\r\n\n y": ["x", "\r\n\n", " y"],
+        " !?\n": [" !?\n"],
+        "end   ": ["end", "   "],
+    }.items():
+        assert pattern.findall(text) == expected, text
+
+
+@pytest.mark.covers("1.1.4")
+def test_files_without_ranks_and_a_missing_library_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = kimi_files(tmp_path, BOS)
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(tinkex.ConfigurationError, match=r"needs the package 'tiktoken'\n.*pip install tiktoken"):
+        tokenizers.encode("x", tokenizers.KIMI, **files)
+    (tmp_path / "tiktoken.model").write_text("\n")
+    with pytest.raises(tinkex.ConfigurationError, match="holds no ranks"):
+        tokenizers.encode("x", tokenizers.KIMI, **files)
+
+
+@pytest.mark.covers("1.1.4")
+def test_kimis_files_are_fetched_at_the_pinned_revision(
+    tmp_path: Path, tiktoken: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kimi_files(tmp_path, BOS)
+    with faulty_server() as server:
+        place = f"/{tokenizers.KIMI}/resolve/{tokenizers.KIMI_REVISION}"
+        for name in ("tiktoken.model", "tokenizer_config.json"):
+            server.script(f"{place}/{name}", Answer(200, (tmp_path / name).read_bytes()))
+        options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "endpoint": server.base_url}
+        assert tokenizers.encode("hi", tokenizers.KIMI, **options) == [4, 5]
+        assert [seen.path for seen in server.seen] == [f"{place}/tiktoken.model", f"{place}/tokenizer_config.json"]
+        other = {**options, "revision": "abc"}
+        with pytest.raises(TinkerError, match="not found on HuggingFace"):
+            tokenizers.encode("hi", tokenizers.KIMI, **other)

@@ -46,7 +46,7 @@ def fields_of(body: Any) -> list[tuple[str, bytes]]:
     return [(name, content) for name, _, _, content in parts_of(*multipart(body, None))]
 
 
-@pytest.mark.covers("C17")
+@pytest.mark.covers("C17", "1.17")
 def test_the_bytes_of_a_form() -> None:
     content_type, body = multipart({"note": "hi"}, {"file": ("a.txt", b"hello\n", "text/plain", {"X-A": "1"})}, "BB")
     assert content_type == "multipart/form-data; boundary=BB"
@@ -57,7 +57,7 @@ def test_the_bytes_of_a_form() -> None:
     )
 
 
-@pytest.mark.covers("C17")
+@pytest.mark.covers("C17", "1.17")
 def test_nested_fields_get_bracketed_names() -> None:
     body = {
         "user": {"name": "Alice", "age": 30, "tags": ["a", "b"]},
@@ -87,7 +87,7 @@ def test_nested_fields_get_bracketed_names() -> None:
     ]
 
 
-@pytest.mark.covers("C17")
+@pytest.mark.covers("C17", "1.17", "Q-21")
 def test_files_are_taken_in_many_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"1234")
@@ -138,6 +138,7 @@ def test_pairs_may_repeat_a_name_and_keep_their_order() -> None:
     assert [(name, content) for name, _, _, content in made] == [("z", b"1"), ("f", b"1"), ("e", b"2"), ("f", b"3")]
 
 
+@pytest.mark.covers("1.17", "Q-21")
 def test_text_that_names_a_file_here_is_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert parts_of(*multipart(None, {"f": "note"}))[0][3] == b"note"
@@ -175,6 +176,7 @@ def test_files_that_cannot_be_sent_say_why(files: Any, error: type[Exception], w
         body_for({}, files)
 
 
+@pytest.mark.covers("1.17", "Q-22")
 @pytest.mark.parametrize("evil", ["a\r\nX-Evil: 1", "a\nb", "a\rb", "a\0b", "\x7f"])
 @pytest.mark.parametrize("place", ["name", "filename", "field", "content type", "header", "header name"])
 def test_no_header_is_smuggled_in(evil: str, place: str) -> None:
@@ -199,6 +201,7 @@ def test_headers_of_a_file_must_be_headers(name: str) -> None:
         multipart({}, {"f": ("a", b"", None, {name: "x"})})
 
 
+@pytest.mark.covers("1.17", "Q-22")
 def test_quotes_and_backslashes_end_no_name() -> None:
     _, body = multipart({'a"; filename="x': 1}, {"f\\": ('b"\\', b"")}, "B")
     assert b'name="a%22; filename=%22x"\r\n' in body

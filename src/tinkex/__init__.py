@@ -37,6 +37,15 @@ if TYPE_CHECKING:
     from tinkex.config import (
         configure as configure,
     )
+    from tinkex.downloads import (
+        DownloadError as DownloadError,
+    )
+    from tinkex.downloads import (
+        download as download,
+    )
+    from tinkex.downloads import (
+        download_async as download_async,
+    )
     from tinkex.errors import (
         APIConnectionError as APIConnectionError,
     )
@@ -115,6 +124,12 @@ if TYPE_CHECKING:
     from tinkex.http import (
         Timeout as Timeout,
     )
+    from tinkex.huggingface import (
+        push_checkpoint_adapter as push_checkpoint_adapter,
+    )
+    from tinkex.huggingface import (
+        push_checkpoint_adapter_async as push_checkpoint_adapter_async,
+    )
     from tinkex.local import (
         LocalBackend as LocalBackend,
     )
@@ -124,8 +139,17 @@ if TYPE_CHECKING:
     from tinkex.loss_graphs import (
         PerDatumLossFn as PerDatumLossFn,
     )
+    from tinkex.recovery_policies import (
+        RecoveryError as RecoveryError,
+    )
+    from tinkex.recovery_policies import (
+        RecoveryPolicy as RecoveryPolicy,
+    )
     from tinkex.regularizers.specs import (
         RegularizerError as RegularizerError,
+    )
+    from tinkex.resilience import (
+        resilient as resilient,
     )
     from tinkex.responses import (
         APIResponse as APIResponse,
@@ -260,6 +284,7 @@ _HOMES = {
     "tinkex.adapters.peft": ["PeftPlatform"],
     "tinkex.adapters.platforms": ["SessionConfig", "TrainingPlatform"],
     "tinkex.config": ["Config", "configure"],
+    "tinkex.downloads": ["DownloadError", "download", "download_async"],
     "tinkex.errors": [
         "APIConnectionError",
         "APIError",
@@ -283,9 +308,12 @@ _HOMES = {
     ],
     "tinkex.futures": ["Future", "await_many", "await_many_async"],
     "tinkex.http": ["HttpClient", "RequestOptions", "Timeout"],
+    "tinkex.huggingface": ["push_checkpoint_adapter", "push_checkpoint_adapter_async"],
     "tinkex.local": ["LocalBackend"],
     "tinkex.loss_graphs": ["LossHandle", "PerDatumLossFn"],
     "tinkex.regularizers.specs": ["RegularizerError"],
+    "tinkex.recovery_policies": ["RecoveryError", "RecoveryPolicy"],
+    "tinkex.resilience": ["resilient"],
     "tinkex.responses": ["APIResponse"],
     "tinkex.rest": ["AdminClient", "RestClient"],
     "tinkex.retries": ["RetryConfig"],
@@ -357,6 +385,7 @@ __all__ = [
     "DimuonOptimizerConfig",
     "DimuonParams",
     "DmelChunk",
+    "DownloadError",
     "EncodedTextChunk",
     "ExperimentalWarning",
     "ForwardBackwardOutput",
@@ -388,6 +417,8 @@ __all__ = [
     "RegularizerError",
     "RegularizerOutput",
     "RegularizerSpec",
+    "RecoveryError",
+    "RecoveryPolicy",
     "RequestFailedError",
     "RequestOptions",
     "RestClient",
@@ -419,6 +450,11 @@ __all__ = [
     "configure",
     "metrics",
     "regularizers",
+    "download",
+    "download_async",
+    "push_checkpoint_adapter",
+    "push_checkpoint_adapter_async",
+    "resilient",
     "types",
 ]
 

@@ -18,6 +18,7 @@ from tinkex import environment
 from tinkex.credentials import stored_key
 from tinkex.errors import ConfigurationError
 from tinkex.exchanges import REDACTED
+from tinkex.recovery_policies import RecoveryPolicy
 
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 LOCAL = "local"
@@ -142,6 +143,8 @@ class Config:
     """Stop calling an endpoint that keeps failing, for half a minute; see `ServiceClient.circuit_breakers`."""
     dump_headers: bool = False
     """Log every request with its (redacted) headers, at level INFO."""
+    recovery: RecoveryPolicy | Mapping[str, Any] | None = None
+    """The policy of monitors that are given none; see `tinkex.recovery`."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, the address first; bring what has several forms into one."""
@@ -167,6 +170,7 @@ class Config:
             "default_headers": _texts("default_headers", self.default_headers),
             "default_query": _texts("default_query", self.default_query),
             "pool_sizes": _pool_sizes(self.pool_sizes),
+            "recovery": _recovery(self.recovery),
         }
         for name, value in forms.items():
             object.__setattr__(self, name, value)
@@ -303,6 +307,23 @@ def apply_log_level() -> None:
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         handler.addFilter(lambda _: not logging.getLogger().handlers)  # a program that sets up its own later has it all
         logger.addHandler(handler)
+
+
+def maybe_set_level(level: str | None) -> None:
+    """Set the level of the "tinkex" logger: debug, info, warn or error, as TINKER_LOG has them; None leaves it."""
+    if level is None:
+        return
+    chosen = environment.level("level", {"level": level})
+    if chosen is None:
+        raise ValueError(f"level must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
+    logging.getLogger("tinkex").setLevel(LOG_LEVELS[chosen])
+
+
+def _recovery(given: RecoveryPolicy | Mapping[str, Any] | None) -> RecoveryPolicy | None:
+    try:
+        return None if given is None else RecoveryPolicy.of(given)
+    except TypeError as error:
+        raise ConfigurationError(f"recovery: {error}") from None
 
 
 def _first(*tiers: Mapping[str, Any]) -> dict[str, Any]:

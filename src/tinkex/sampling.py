@@ -10,7 +10,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from tinkex.retries import RetryConfig, RetryHandler
 from tinkex.runtime import runtime
 from tinkex.session import Session, shadow_of
 from tinkex.streams import SampleStream, chunks_of
-from tinkex.tokenizers import load_tokenizer
+from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, get_tokenizer_id
 from tinkex.transport import OFF_LOOP_BYTES, Reply
 from tinkex.types.inputs import ModelInput
 from tinkex.types.record import to_json
@@ -579,13 +579,27 @@ class SamplingClient:
         """The name of the base model under this sampler."""
         return (await self._session.call(self._sampler)).base_model
 
-    def get_tokenizer(self, *, backend: str | None = None) -> Any:
-        """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""
-        return load_tokenizer(self.get_base_model(), backend=backend)
+    def get_tokenizer(
+        self,
+        *,
+        backend: str | None = None,
+        sampler_fun: Callable[[SamplingClient], Any] | None = None,
+        load_fun: LoadFunction | None = None,
+    ) -> Any:
+        """The tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`.
 
-    async def get_tokenizer_async(self, *, backend: str | None = None) -> Any:
-        """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""
-        return await asyncio.to_thread(load_tokenizer, await self.get_base_model_async(), backend=backend)
+        Args:
+            backend: "transformers" or "tokenizers"; the first that is installed by default.
+            sampler_fun: Says what is sampled from (`base_model`), in place of the server.
+            load_fun: Loads the tokenizer, in place of the libraries.
+        """
+        base_model = self.get_base_model() if sampler_fun is None else sampler_fun(self).base_model
+        return get_or_load_tokenizer(get_tokenizer_id(base_model), backend=backend, load_fun=load_fun)
+
+    async def get_tokenizer_async(self, *, backend: str | None = None, load_fun: LoadFunction | None = None) -> Any:
+        """Like `get_tokenizer`."""
+        tokenizer_id = get_tokenizer_id(await self.get_base_model_async())
+        return await asyncio.to_thread(get_or_load_tokenizer, tokenizer_id, backend=backend, load_fun=load_fun)
 
     def __repr__(self) -> str:
         return f"SamplingClient({self.sampling_session_id!r})"

@@ -88,6 +88,13 @@ class ServiceClient:
         )
         self._session = Session(config, display_name=display_name)
 
+    @classmethod
+    def sharing(cls, session: Session) -> Self:
+        """Another client of a session that is there already."""
+        service = cls.__new__(cls)
+        service._session = session
+        return service
+
     @property
     def holder(self) -> Session:
         """The session behind this client; what it offers may change in any release."""

@@ -89,6 +89,7 @@ class Session:
         self._pending: set[Future[Any]] = set()
         self._finishing: asyncio.Future[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
+        self._renewing = asyncio.Lock()
         # When the last client lets go, the transport must still be closed: on the loop, without holding the session.
         weakref.finalize(self, _close_transport, self.transport, self._reporters).atexit = False
 
@@ -209,6 +210,26 @@ class Session:
         ):
             if text:
                 logger.log(level, "%s", text)
+
+    async def is_lost(self) -> bool:
+        """Whether the server says that it does not know this session, or that it is over."""
+        request = SessionHeartbeatRequest(session_id=self.session_id)
+        try:
+            await self.transport.call(protocol.SESSION_HEARTBEAT, request)
+        except (GoneError, NotFoundError):
+            return True
+        return False
+
+    async def renew(self, lost: str) -> None:
+        """Go on under a new id in place of one that the server has lost; whoever asks second finds it done."""
+        if self.is_shadow:
+            raise RuntimeError("a session that another process owns is not opened anew here")
+        async with self._renewing:
+            if self.session_id != lost:
+                return
+            self.custom_losses.clear()
+            await self._create()
+            runtime().task(_heartbeat(weakref.ref(self), self.session_id))
 
     @property
     def gate(self) -> DispatchGate:
@@ -373,7 +394,7 @@ async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
     while True:
         await asyncio.sleep(HEARTBEAT_SECONDS)
         session = reference()
-        if session is None or session.closed:
+        if session is None or session.closed or session.session_id != session_id:
             return
         transport = session.transport
         del session  # nobody is kept alive by waiting for an answer

@@ -2,29 +2,270 @@
 
 `load_tokenizer` returns transformers' own tokenizer when that library is installed, else a small one over `tokenizers`
 with the same method names. The bundled model's files come from the package; others from a directory or the hub's cache.
+`encode` and `decode` find the tokenizer of a model by its name, load it once and keep it. Chat templates are never
+applied by these: whoever calls brings finished text.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinkex.errors import ConfigurationError
+import numpy as np
+
+from tinkex.errors import ConfigurationError, TinkerError
+from tinkex.types.sessions import RequestErrorCategory
 
 BUNDLED = {"tinkex/tiny": Path(__file__).parent / "models" / "tiny"}
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+LLAMA_3, LLAMA_3_TOKENIZER = "meta-llama/Llama-3", "thinkingmachineslabinc/meta-llama-3-tokenizer"
+"""Models of one family whose own repositories are closed, and an open copy of their tokenizer."""
+KIMI = "moonshotai/Kimi-K2-Thinking"
+KIMI_REVISION = "612681931a8c906ddb349f8ad0f582cb552189cd"
+KIMI_OPTIONS = frozenset(
+    {
+        "tiktoken_model_path",
+        "tokenizer_config_path",
+        "cache_dir",
+        "endpoint",
+        "pat_str",
+        "special_token_matching",
+        "http_timeout_ms",
+    }
+)
+"""What only the loading of Kimi's files heeds; with other tokenizers it is no matter."""
+
+LoadFunction = Callable[[str, Mapping[str, Any]], Any]
+"""Takes a tokenizer's id and options for loading it (`revision`, when one is pinned); gives the tokenizer."""
 
 
-def load_tokenizer(name: str, *, backend: str | None = None) -> Any:
+class TokenizerError(TinkerError, ValueError):
+    """Text or tokens that are none, or a tokenizer that cannot be had or does not do it."""
+
+    category = RequestErrorCategory.User
+
+
+# ── by model name ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def get_tokenizer_id(
+    model_name: Any, training_client: Any = None, *, info_fun: Callable[[Any], Any] | None = None
+) -> str:
+    """Whose tokenizer a model has: as its server says, else by the model's name.
+
+    Args:
+        model_name: The model; a variant after a colon is cut off.
+        training_client: Is asked what it trains; when that fails, the name decides.
+        info_fun: Asks it; `get_info` of the client by default.
+
+    Example:
+        >>> get_tokenizer_id("meta-llama/Llama-3.1-8B"), get_tokenizer_id("org/model/variant:rev")
+        ('thinkingmachineslabinc/meta-llama-3-tokenizer', 'org/model')
+    """
+    if training_client is not None:
+        try:
+            info = info_fun(training_client) if info_fun is not None else training_client.get_info()
+            told = _field(_field(info, "model_data"), "tokenizer_id")
+        except Exception:
+            told = None  # the name will do
+        if isinstance(told, str) and told.partition(":")[0]:
+            return told.partition(":")[0]
+    name = str(model_name)
+    if name in BUNDLED or Path(name).is_dir():
+        return name
+    name = name.partition(":")[0]
+    if name.startswith(LLAMA_3):
+        return LLAMA_3_TOKENIZER
+    return name.rpartition("/")[0] if name.count("/") == 2 else name
+
+
+def tokenizer_id_of(info: Any) -> str:
+    """Whose tokenizer a run has, by what its server says of it: an object or a mapping."""
+    data = _field(info, "model_data")
+    name = _field(data, "base_model") or _field(data, "model_name") or "unknown"
+    return get_tokenizer_id(name, info, info_fun=lambda told: told)
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def kimi_tokenizer(tokenizer_id: Any) -> bool:
+    """Whether a tokenizer is the one of Kimi K2, which needs tiktoken."""
+    return bool(tokenizer_id == KIMI)
+
+
+_cache: dict[Any, Any] = {}
+_cache_lock = threading.Lock()
+
+
+def clear_cache() -> None:
+    """Forget the tokenizers that were loaded."""
+    with _cache_lock:
+        _cache.clear()
+
+
+def _cached(key: Any, load: Callable[[], Any]) -> Any:
+    """What was loaded first stays; failures do not."""
+    if key in _cache:
+        return _cache[key]
+    loaded = load()
+    with _cache_lock:
+        return _cache.setdefault(key, loaded)
+
+
+def get_or_load_tokenizer(
+    tokenizer_id: str,
+    *,
+    load_fun: LoadFunction | None = None,
+    backend: str | None = None,
+    revision: str | None = None,
+    **kimi_options: Any,
+) -> Any:
+    """A tokenizer, loaded once in this process.
+
+    Args:
+        tokenizer_id: Which; see `get_tokenizer_id`.
+        load_fun: Loads it, in place of the libraries.
+        backend: "transformers" or "tokenizers"; the first that is installed by default.
+        revision: The revision of its repository; Kimi's is pinned, others are the newest by default.
+        kimi_options: `tiktoken_model_path`, `tokenizer_config_path`, `cache_dir`, `endpoint`, `pat_str`,
+            `special_token_matching`, `http_timeout_ms`.
+
+    Raises:
+        TokenizerError: The id is no text, an option does not exist, or the tokenizer cannot be loaded.
+        ConfigurationError: A library is missing, or the files are not to be had.
+    """
+    if not isinstance(tokenizer_id, str):
+        raise TokenizerError(f"a tokenizer's id must be a text, got {tokenizer_id!r}")
+    if unknown := kimi_options.keys() - KIMI_OPTIONS:
+        raise TokenizerError(f"unknown option {min(unknown)!r}")
+    is_kimi = kimi_tokenizer(tokenizer_id)
+    pinned = revision or (KIMI_REVISION if is_kimi else None)
+    if load_fun is not None:
+        return _cached(("own", tokenizer_id, pinned), lambda: _load_own(load_fun, tokenizer_id, pinned))
+    if is_kimi:
+        key = ("kimi", pinned, *sorted((name, str(value)) for name, value in kimi_options.items()))
+        return _cached(key, lambda: _load_kimi(pinned, kimi_options))
+    return load_tokenizer(tokenizer_id, backend=backend, revision=revision)
+
+
+def _load_own(load_fun: LoadFunction, tokenizer_id: str, revision: str | None) -> Any:
+    from inspect import signature
+
+    try:
+        signature(load_fun).bind(tokenizer_id, {})
+    except TypeError:
+        raise TokenizerError(f"load_fun must take a tokenizer's id and options, got {load_fun!r}") from None
+    except ValueError:  # a builtin that does not say
+        pass
+    try:
+        loaded = load_fun(tokenizer_id, {} if revision is None else {"revision": revision})
+    except TinkerError:
+        raise
+    except Exception as error:
+        raise TokenizerError(f"the tokenizer {tokenizer_id!r} could not be loaded: {error!r}") from error
+    if not callable(getattr(loaded, "encode", None)) or not callable(getattr(loaded, "decode", None)):
+        raise TokenizerError(f"load_fun gave no tokenizer for {tokenizer_id!r}, but {loaded!r}")
+    return loaded
+
+
+def _load_kimi(revision: str | None, options: Mapping[str, Any]) -> Any:
+    from tinkex.kimi import KimiTokenizer
+
+    try:
+        return KimiTokenizer.load(revision=revision, **options)
+    except TinkerError:
+        raise
+    except Exception as error:
+        raise TokenizerError(f"the tokenizer {KIMI!r} could not be loaded: {error!r}") from error
+
+
+def encode(
+    text: str,
+    model_name: str,
+    *,
+    training_client: Any = None,
+    info_fun: Callable[[Any], Any] | None = None,
+    allow_special_tokens: bool = True,
+    **options: Any,
+) -> list[int]:
+    """The tokens of a text, by a model's tokenizer as it is: special tokens are added where it adds them by itself.
+
+    Args:
+        text: What to tokenise.
+        model_name: The model.
+        training_client: Is asked for the tokenizer's id first.
+        info_fun: Asks it.
+        allow_special_tokens: Whether text that spells a special token becomes it; Kimi's only.
+        options: Those of `get_or_load_tokenizer`.
+
+    Raises:
+        TokenizerError: The text or the name is no text, or the tokenizer fails.
+    """
+    if not isinstance(text, str):
+        raise TokenizerError(f"text must be a text, got {type(text).__name__}")
+    tokenizer, tokenizer_id = _tokenizer_of(model_name, training_client, info_fun, options)
+    try:
+        own = kimi_tokenizer(tokenizer_id) and not allow_special_tokens
+        tokens = tokenizer.encode(text, allow_special_tokens=False) if own else tokenizer.encode(text)
+        return [int(token) for token in getattr(tokens, "ids", tokens)]
+    except Exception as error:
+        raise TokenizerError(f"{tokenizer_id!r} could not encode: {error!r}") from error
+
+
+encode_text = encode
+
+
+def decode(
+    ids: Sequence[int],
+    model_name: str,
+    *,
+    training_client: Any = None,
+    info_fun: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> str:
+    """The text of tokens, by a model's tokenizer; the options are those of `encode`.
+
+    Raises:
+        TokenizerError: The tokens are no list of whole numbers, or the tokenizer fails.
+    """
+    if not isinstance(ids, list | tuple):
+        raise TokenizerError(f"tokens must be a list of whole numbers, got {type(ids).__name__}")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise TokenizerError(f"tokens must be whole numbers, got {token!r}")
+    options.pop("allow_special_tokens", None)
+    tokenizer, tokenizer_id = _tokenizer_of(model_name, training_client, info_fun, options)
+    try:
+        return str(tokenizer.decode([int(token) for token in ids]))
+    except Exception as error:
+        raise TokenizerError(f"{tokenizer_id!r} could not decode: {error!r}") from error
+
+
+def _tokenizer_of(
+    model_name: Any, client: Any, info_fun: Callable[[Any], Any] | None, options: Mapping[str, Any]
+) -> tuple[Any, str]:
+    if not isinstance(model_name, str):
+        raise TokenizerError(f"model_name must be a text, got {model_name!r}")
+    tokenizer_id = get_tokenizer_id(model_name, client, info_fun=info_fun)
+    return get_or_load_tokenizer(tokenizer_id, **options), tokenizer_id
+
+
+# ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_tokenizer(name: str, *, backend: str | None = None, revision: str | None = None) -> Any:
     """The tokenizer of a model.
 
     Args:
-        name: A model name, a hub id (a revision after a colon is cut off) or a directory.
+        name: A model name, a hub id (a variant after a colon is cut off) or a directory.
         backend: "transformers" or "tokenizers"; the first that is installed by default.
+        revision: The revision of its repository; the newest that is known by default.
 
     Raises:
         ConfigurationError: Neither library is installed, or the files are not on this machine.
@@ -37,24 +278,24 @@ def load_tokenizer(name: str, *, backend: str | None = None) -> Any:
         raise ConfigurationError(
             f"the tokenizer of {name!r} needs the package {backend!r}", hint="pip install 'tinkex[text]'"
         )
-    return _load(name, backend)
+    chosen = backend
+    return _cached((chosen, name, revision), lambda: _load(name, chosen, revision))
 
 
-@lru_cache(maxsize=32)
-def _load(name: str, backend: str) -> Any:
+def _load(name: str, backend: str, revision: str | None) -> Any:
     source = BUNDLED.get(name) or (Path(name) if Path(name).is_dir() else None)
     repository = name.split(":", 1)[0]
     if backend == "transformers":
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(str(source or repository))
+            return AutoTokenizer.from_pretrained(str(source or repository), revision=revision or "main")
         except OSError as error:
             raise _unavailable(repository, error) from error
-    return Tokenizer.from_directory(source or _from_hub(repository))
+    return Tokenizer.from_directory(source or _from_hub(repository, revision))
 
 
-def _from_hub(repository: str) -> Path:
+def _from_hub(repository: str, revision: str | None = None) -> Path:
     """The directory of the cached (or downloaded) tokenizer files."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -62,13 +303,13 @@ def _from_hub(repository: str) -> Path:
     found: dict[str, Path] = {}
     for file in FILES:
         try:
-            found[file] = Path(hf_hub_download(repository, file, local_files_only=True))
+            found[file] = Path(hf_hub_download(repository, file, revision=revision, local_files_only=True))
         except LocalEntryNotFoundError:
             continue
     if "tokenizer.json" in found:
         return found["tokenizer.json"].parent
     try:
-        return Path(hf_hub_download(repository, "tokenizer.json")).parent
+        return Path(hf_hub_download(repository, "tokenizer.json", revision=revision)).parent
     except Exception as error:
         raise _unavailable(repository, error) from error
 

@@ -25,7 +25,7 @@ from tinkex.queue_states import Observer, QueueStateLogger, QueueStateTracker
 from tinkex.retries import RetryConfig
 from tinkex.runtime import in_own_thread, runtime
 from tinkex.sampling import SamplingClient, open_sampling_client
-from tinkex.tokenizers import load_tokenizer
+from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, tokenizer_id_of
 from tinkex.types.checkpoints import (
     CONSOLE,
     LoadWeightsRequest,
@@ -927,10 +927,22 @@ class TrainingClient:
         """What this run trains."""
         return await self._session.start(self._info())
 
-    def get_tokenizer(self, *, backend: str | None = None) -> Any:
-        """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""
-        data = self.get_info().model_data
-        return load_tokenizer(data.tokenizer_id or data.model_name or "", backend=backend)
+    def get_tokenizer(
+        self,
+        *,
+        backend: str | None = None,
+        info_fun: Callable[[TrainingClient], Any] | None = None,
+        load_fun: LoadFunction | None = None,
+    ) -> Any:
+        """The tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`.
+
+        Args:
+            backend: "transformers" or "tokenizers"; the first that is installed by default.
+            info_fun: Says what this run trains, in place of `get_info`.
+            load_fun: Loads the tokenizer, in place of the libraries.
+        """
+        info = self.get_info() if info_fun is None else info_fun(self)
+        return get_or_load_tokenizer(tokenizer_id_of(info), backend=backend, load_fun=load_fun)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The tokens of a text, by this run's tokenizer; `options` are its own, e.g. `add_special_tokens`."""
@@ -951,10 +963,10 @@ class TrainingClient:
         """This run's page in the hosted service's console."""
         return f"{CONSOLE}/training_runs/{quote(self.model_id, safe='')}"
 
-    async def get_tokenizer_async(self, *, backend: str | None = None) -> Any:
-        """The tokenizer of the base model; see `tinkex.tokenizers.load_tokenizer`."""
-        data = (await self.get_info_async()).model_data
-        return await asyncio.to_thread(load_tokenizer, data.tokenizer_id or data.model_name or "", backend=backend)
+    async def get_tokenizer_async(self, *, backend: str | None = None, load_fun: LoadFunction | None = None) -> Any:
+        """Like `get_tokenizer`."""
+        tokenizer_id = tokenizer_id_of(await self.get_info_async())
+        return await asyncio.to_thread(get_or_load_tokenizer, tokenizer_id, backend=backend, load_fun=load_fun)
 
     def __repr__(self) -> str:
         return f"TrainingClient({self.model_id!r})"

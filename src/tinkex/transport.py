@@ -552,6 +552,29 @@ class Transport:
                     raise self.refusal(op, Reply(reply.status, reply.headers, text, address))
                 yield replace(reply, chunks=chunks, url=address)
 
+    @contextlib.asynccontextmanager
+    async def fetch(self, url: str, headers: Mapping[str, str], timeout: float) -> AsyncIterator[StreamReply]:
+        """What is behind a whole address, such as a signed one, as it comes; our credential is for no one there.
+
+        All statuses are returned, but that redirects are followed; what goes wrong is a plain ConnectionError or
+        TimeoutError.
+        """
+        sent = {"User-Agent": self._headers["User-Agent"], **headers}
+        for left in reversed(range(MOST_REDIRECTS + 1)):
+            exchange: Exchange = self._abroad()
+            place = url
+            if _origin(url) == _origin(self._home):
+                exchange = self._exchange
+                place = url.removeprefix("http://local") if is_embedded(self.config.base_url) else url
+            async with exchange.stream("GET", place, sent, None, timeout) as reply:
+                found = _next_address(url, Reply(reply.status, reply.headers, b""))
+                if found is None or not left:
+                    yield replace(reply, url=url)
+                    return
+            if url.startswith("https:") and not found.startswith("https:"):
+                raise ConnectionError("an encrypted address sends on to one that is not")
+            url = found
+
     async def _typed_chunks(self, op: Operation, address: str, chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """The bytes of an answer. Only what goes wrong on the way is ours: what a reader raises is the reader's."""
         try:

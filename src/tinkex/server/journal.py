@@ -74,8 +74,8 @@ class Committer:
             if file not in failed:
                 try:
                     file.write(data)
-                except OSError as error:
-                    failed[file] = error
+                except (OSError, ValueError) as error:  # closed, because its run or session has ended meanwhile
+                    failed[file] = error if isinstance(error, OSError) else OSError(str(error))
         for file in {file for file, *_ in batch} - failed.keys():
             try:
                 file.flush()

@@ -87,14 +87,15 @@ class Promise:
 
 
 def first_cursor() -> int:
-    """Where the logs of a life of the server begin: no life ends more samples of a client than it has microseconds."""
+    """Where a log that is begun now begins: above every earlier one, for none ends more samples than microseconds."""
     return time.time_ns() // 1000
 
 
 class Log:
     """The samples of one client that have ended and that it has not acknowledged, by number.
 
-    Numbers go up from one life of the server to the next, so that a cursor of an earlier life never hides anything.
+    Numbers go up from one log to the next, so that a cursor of an earlier one, closed with its session or in an earlier
+    life of the server, never hides anything.
     """
 
     def __init__(self, session_id: str, first: int) -> None:
@@ -150,7 +151,6 @@ class Promises:
     """All promises of a server."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._first_cursor = first_cursor()
         self._promises: dict[str, Promise] = {}
         self._logs: dict[Target, Log] = {}
         self._gone: dict[str, None] = {}
@@ -258,7 +258,7 @@ class Promises:
         """Begin a log, with what has ended and was not read; one that is there is left alone."""
         if target in self._logs:
             return
-        log = self._logs[target] = Log(session_id, self._first_cursor)
+        log = self._logs[target] = Log(session_id, first_cursor())
         ended = [p for p in self._promises.values() if p.target == target and p.done.is_set() and not p.read]
         for promise in sorted(ended, key=lambda promise: promise.finished):
             log.add(promise)

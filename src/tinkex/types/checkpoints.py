@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 from urllib.parse import quote
 
 import msgspec
@@ -38,9 +38,14 @@ class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
 
     @classmethod
     def from_tinker_path(cls, tinker_path: str) -> Self:
-        """Parse a path; `ValueError` says what is wrong with it."""
+        """Parse a path; `ValueError` says what is wrong with it: the scheme, the shape or the kind."""
+        if not isinstance(tinker_path, str) or not tinker_path.startswith(SCHEME):
+            raise ValueError(
+                f"{tinker_path!r} is not a checkpoint path: it does not begin with {SCHEME}; "
+                "expected tinker://<run>/<kind>/<name>"
+            )
         parts = tinker_path.removeprefix(SCHEME).split("/")
-        if not tinker_path.startswith(SCHEME) or len(parts) != 3 or not all(parts):
+        if len(parts) != 3 or not all(parts):
             raise ValueError(f"{tinker_path!r} is not a checkpoint path; expected tinker://<run>/<kind>/<name>")
         run, kind, name = parts
         if kind not in KINDS:
@@ -259,6 +264,12 @@ class CheckpointsListResponse(Record, frozen=True, kw_only=True):
     cursor: Cursor | None = None
 
 
+if TYPE_CHECKING:
+    Flag: TypeAlias = bool
+else:
+    Flag = bool | str  # some servers write it as text, in any letter case
+
+
 class TrainingRun(Stamped, frozen=True, kw_only=True):
     """A training run and what was last saved of it."""
 
@@ -266,12 +277,17 @@ class TrainingRun(Stamped, frozen=True, kw_only=True):
     base_model: str
     model_owner: str
     is_lora: bool
-    corrupted: bool = False
+    corrupted: Flag = False
     lora_rank: int | None = None
     last_request_time: dt.datetime
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        """Have the flag as one."""
+        super().__post_init__()
+        msgspec.structs.force_setattr(self, "corrupted", str(self.corrupted).strip().lower() == "true")
 
 
 class TrainingRunsResponse(Record, frozen=True, kw_only=True):

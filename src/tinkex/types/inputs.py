@@ -247,7 +247,13 @@ class ModelInput(Fixed):
 
     @classmethod
     def from_text(
-        cls, text: str, *, tokenizer: Any = None, model_name: str | None = None, add_special_tokens: bool = True
+        cls,
+        text: str,
+        *,
+        tokenizer: Any = None,
+        model_name: str | None = None,
+        add_special_tokens: bool = True,
+        **options: Any,
     ) -> Self:
         """From text, as it is: no chat template is put around it.
 
@@ -256,16 +262,27 @@ class ModelInput(Fixed):
             tokenizer: An object with `encode`, such as `TrainingClient.get_tokenizer()` returns.
             model_name: The model whose tokenizer to load, when none is given.
             add_special_tokens: Whether the tokenizer adds what it puts around a text.
+            options: Passed to `tinkex.tokenizers.encode`, when a model is named.
 
         Raises:
-            ValueError: Neither a tokenizer nor a model name was given.
+            TokenizerError: Neither a tokenizer nor a model name was given, or the text is none; it is a ValueError.
         """
-        if tokenizer is None:
-            if not isinstance(model_name, str) or not model_name:
-                raise ValueError("from_text needs a tokenizer or a model_name")
+        if tokenizer is None or options:
             # By name and only here: types are the lowest layer and cost nothing to import.
-            tokenizer = importlib.import_module("tinkex.tokenizers").load_tokenizer(model_name)
+            tokenizers: Any = importlib.import_module("tinkex.tokenizers")
+            if tokenizer is not None:
+                raise tokenizers.TokenizerError(f"{min(options)} has no effect on a tokenizer that is given")
+            if not isinstance(model_name, str) or not model_name:
+                raise tokenizers.TokenizerError("from_text needs a tokenizer or a model_name")
+            if add_special_tokens:
+                return cls.from_ints(tokenizers.encode(text, model_name, **options))
+            tokenizer = tokenizers.get_or_load_tokenizer(tokenizers.get_tokenizer_id(model_name), **options)
         return cls.from_ints(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    @classmethod
+    def from_text_or_raise(cls, text: str, **options: Any) -> Self:
+        """Like `from_text`, under the name that older programs know."""
+        return cls.from_text(text, **options)
 
     @classmethod
     def empty(cls) -> Self:

@@ -1,0 +1,292 @@
+"""Adapters on the Hugging Face hub, by way of huggingface_hub; single files and the token are in `tinkex.hub`.
+
+A checkpoint is downloaded, checked, given a model card and uploaded. A repository that holds the adapter of another
+checkpoint is left alone. The token is never logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinkex.downloads import DownloadError, download_async
+from tinkex.errors import APIConnectionError, ConfigurationError, RequestFailedError, TinkerError
+from tinkex.futures import start
+from tinkex.hub import HubError as HubError
+from tinkex.hub import build_hf_url as build_hf_url
+from tinkex.hub import default_cache_dir as default_cache_dir
+from tinkex.hub import endpoint_of, resolve_token
+from tinkex.hub import resolve_file as resolve_file
+from tinkex.hub import sanitize_repo_id as sanitize_repo_id
+from tinkex.rest import RestClient
+from tinkex.types.checkpoints import ParsedCheckpointTinkerPath, WeightsInfoResponse
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+CONFIG, COMPLETE, CARD = "adapter_config.json", "checkpoint_complete", "README.md"
+SHOWN_BYTES = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """Where an adapter lies on the hub."""
+
+    repo_id: str
+    revision: str
+    public: bool
+
+
+def push_checkpoint_adapter(rest_client: RestClient, tinker_path: str, **options: Any) -> Pushed:
+    """Put a checkpoint's adapter on the hub; takes what `push_checkpoint_adapter_async` takes."""
+    return start(push_checkpoint_adapter_async(rest_client, tinker_path, **options)).result()
+
+
+async def push_checkpoint_adapter_async(
+    rest_client: RestClient,
+    tinker_path: str,
+    *,
+    repo_id: str | None = None,
+    revision: str | None = None,
+    public: bool = False,
+    commit_message: str | None = None,
+    create_pr: bool = False,
+    allow_patterns: Sequence[str] | None = None,
+    ignore_patterns: Sequence[str] | None = None,
+    hf_token: str | None = None,
+    add_model_card: bool = True,
+    endpoint: str | None = None,
+) -> Pushed:
+    """Put a checkpoint's adapter on the hub.
+
+    Args:
+        rest_client: Knows the server that has the checkpoint.
+        tinker_path: The checkpoint.
+        repo_id: The repository; one named after the base model and the run by default.
+        revision: The branch, made when it is not there; `main`, or the checkpoint's name in a repository made up here.
+        public: Whether a repository that is made can be seen by all.
+        commit_message: What to say of the upload.
+        create_pr: Propose the upload instead.
+        allow_patterns: Upload only files that match one of these; `*` stops at a slash, `**` does not.
+        ignore_patterns: Leave out files that match one of these.
+        hf_token: The token; see `tinkex.hub.resolve_token`.
+        add_model_card: Write a README.md where the checkpoint has none.
+        endpoint: The hub's address; HF_ENDPOINT by default.
+
+    Raises:
+        HubError: The path, the token or the files are not as they should be, or the repository is another's.
+        RequestFailedError: The hub did not do it.
+    """
+    try:
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+    except ValueError as error:
+        raise HubError(str(error)) from None
+    if re.search(r"\s", tinker_path):
+        raise HubError(f"{tinker_path!r} has blanks in it: no checkpoint has")
+    hub = _Hub(resolve_token(hf_token=hf_token), endpoint_of(endpoint))
+    user = await asyncio.to_thread(hub.user)
+    info = await rest_client.get_weights_info_by_tinker_path_async(tinker_path)
+    with tempfile.TemporaryDirectory(prefix="tinkex-push-") as scratch:
+        try:
+            directory = (await download_async(rest_client, tinker_path, scratch)).destination
+        except DownloadError as error:
+            raise HubError(error.message) from error
+        await asyncio.to_thread(_prepare, directory, info)
+        repo, branch = _destination(repo_id, revision, info.base_model, parsed)
+        if add_model_card and not (directory / CARD).exists():
+            (directory / CARD).write_text(model_card(repo, tinker_path, info), encoding="utf-8")
+        message = commit_message or f"Upload the adapter of {tinker_path}"
+        ignored = [*(ignore_patterns or ())] + ([COMPLETE] if allow_patterns is None else [])
+        files = list(_chosen(directory, allow_patterns, ignored))
+        if not files:
+            raise HubError("no file is left to upload: the patterns leave all of them out")
+        full = repo if "/" in repo else f"{user}/{repo}"
+        upload = _Upload(full, branch, public, message, create_pr, tinker_path, directory, files)
+        found = await asyncio.to_thread(hub.push, upload)
+    return Pushed(found, branch, public)
+
+
+# ── the hub ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    repo_id: str
+    revision: str
+    public: bool
+    message: str
+    create_pr: bool
+    tinker_path: str
+    directory: Path
+    files: list[str]
+
+
+class _Hub:
+    """huggingface_hub's client, its errors told as ours."""
+
+    def __init__(self, token: str, endpoint: str) -> None:
+        try:
+            self._library: Any = importlib.import_module("huggingface_hub")
+        except ImportError:
+            raise ConfigurationError(
+                "putting an adapter on the hub needs the package 'huggingface_hub'", hint="pip install 'tinkex[text]'"
+            ) from None
+        self._api: Any = self._library.HfApi(endpoint=endpoint, token=token)
+        self._endpoint, self._token = endpoint, token
+
+    def user(self) -> str:
+        """Whose token it is."""
+        try:
+            told = self._api.whoami()
+        except Exception as error:
+            if _status(error) == 401:
+                raise HubError("the hub does not know this token", hint="make a new one, with leave to write") from None
+            raise self._failure(error) from None
+        name = told.get("name") if isinstance(told, dict) else None
+        name = name or ((told.get("user") or {}).get("name") if isinstance(told, dict) else None)
+        if not name:
+            raise HubError("the hub does not say whose token this is")
+        return str(name)
+
+    def push(self, upload: _Upload) -> str:
+        """Make the repository and the branch where they are not there, and upload; the repository's full name."""
+        try:
+            made = self._api.create_repo(upload.repo_id, private=not upload.public, exist_ok=True)
+            repo = str(made.repo_id or upload.repo_id)
+            self._require_ours(repo, upload)
+            if upload.revision != "main":
+                self._api.create_branch(repo, branch=upload.revision, exist_ok=True)
+            add = self._library.CommitOperationAdd
+            self._api.create_commit(
+                repo,
+                operations=[add(path_in_repo=name, path_or_fileobj=upload.directory / name) for name in upload.files],
+                commit_message=upload.message,
+                revision=upload.revision,
+                create_pr=upload.create_pr,
+            )
+        except TinkerError:
+            raise
+        except Exception as error:
+            raise self._failure(error) from error
+        return repo
+
+    def _require_ours(self, repo: str, upload: _Upload) -> None:
+        """Refuse a repository whose card names another checkpoint: it would be overwritten."""
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                card = resolve_file(
+                    repo, upload.revision, CARD, cache_dir=scratch, endpoint=self._endpoint, token=self._token
+                )
+            except HubError as error:
+                if error.status == 404:
+                    return
+                raise
+            text = card.read_text(encoding="utf-8", errors="replace")
+        found = re.findall(r"tinker://[^\s\"'`<>)\]]+", text)
+        if found and upload.tinker_path not in found:
+            raise HubError(
+                f"{repo} holds the adapter of another checkpoint: {found[0]}",
+                hint="give another repo_id or revision",
+                body={"found": found[0], "expected": upload.tinker_path},
+            )
+
+    def _failure(self, error: Exception) -> TinkerError:
+        if isinstance(error, OSError) and _status(error) is None:
+            return APIConnectionError(f"the hub at {self._endpoint} cannot be reached: {error}")
+        said = " ".join(str(one) for one in (error, error.__cause__) if one is not None)
+        text = said.replace(self._token, "[REDACTED]")[:SHOWN_BYTES]
+        return RequestFailedError(f"the hub refused: {text}", "", "server", status_code=_status(error))
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status behind an error, or behind what caused it."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if status or error.__cause__ is None else _status(error.__cause__)
+
+
+# ── the files ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _prepare(directory: Path, info: WeightsInfoResponse) -> None:
+    """Check that an adapter is whole, and have it name its base model."""
+    if not (directory / CONFIG).is_file():
+        raise HubError(f"the checkpoint has no {CONFIG}: it is no adapter")
+    if not any((directory / name).is_file() for name in WEIGHTS):
+        raise HubError(f"the checkpoint has neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
+    try:
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise HubError(f"{CONFIG} of the checkpoint is not a JSON object")
+    if not isinstance(config.get("base_model_name_or_path"), str) or not config["base_model_name_or_path"]:
+        config["base_model_name_or_path"] = info.base_model or "unknown"
+        (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _destination(
+    repo_id: str | None, revision: str | None, base_model: str | None, parsed: ParsedCheckpointTinkerPath
+) -> tuple[str, str]:
+    if repo_id is not None:
+        return repo_id, revision or "main"
+    model = (base_model or "").rpartition("/")[2] or "adapter"
+    return clean_name(f"tinker-{model}-{parsed.training_run_id}"), revision or clean_name(parsed.name)
+
+
+def clean_name(name: str) -> str:
+    """A name as the hub takes it.
+
+    Example:
+        >>> clean_name("tinker-Qwen3 8B-uuid:train:0")
+        'tinker-Qwen3-8B-uuid-train-0'
+    """
+    return re.sub(r"-+", "-", re.sub(r"[^A-Za-z0-9_.-]", "-", name)).strip("-_. ")
+
+
+def _chosen(directory: Path, allowed: Sequence[str] | None, ignored: Sequence[str]) -> Iterator[str]:
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        wanted = allowed is None or any(matches(name, pattern) for pattern in allowed)
+        if path.is_file() and wanted and not any(matches(name, pattern) for pattern in ignored):
+            yield name
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern fits a path or its last part: `**` stands for anything, `*` for anything but a slash.
+
+    Example:
+        >>> matches("a/b.json", "*.json"), matches("a/b.json", "x/*"), matches("a/b/c", "a/**")
+        (True, False, True)
+    """
+    parts = re.split(r"(\*\*|\*)", pattern)
+    rule = "".join({"**": ".*", "*": "[^/]*"}.get(part, re.escape(part)) for part in parts)
+    return any(re.fullmatch(rule, text, re.DOTALL) for text in (name, name.rpartition("/")[2]))
+
+
+def model_card(repo_id: str, tinker_path: str, info: WeightsInfoResponse) -> str:
+    """What is said of an adapter on the hub."""
+    base = info.base_model or ""
+    tags = ["tinker", "peft", "lora", *([f"base_model:adapter:{base}"] if base else [])]
+    modules = {"attn": info.train_attn, "mlp": info.train_mlp, "unembed": info.train_unembed}
+    trained = [name for name, on in modules.items() if on]
+    details = [f"- Base model: `{base or 'unknown'}`"]
+    details += [f"- LoRA rank: {info.lora_rank}"] if info.lora_rank else []
+    if any(on is not None for on in modules.values()):
+        details.append(f"- Trained modules: {', '.join(trained) or 'none'}")
+    front = ["---", *([f"base_model: {base}"] if base else []), "library_name: peft", "tags:"]
+    front += [f"- {tag}" for tag in tags] + [f"tinker_path: {tinker_path}", "---"]
+    loading = [
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE_MODEL"}")',
+        f'model = PeftModel.from_pretrained(base, "{repo_id}")',
+    ]
+    body = [f"# {repo_id.rpartition('/')[2]}", "", "A LoRA adapter trained through the Tinker API.", "", "## Use", ""]
+    body += ["```python", *loading, "```", "", "## Source", "", "```", tinker_path, "```", "", "## Details", ""]
+    return "\n".join([*front, "", *body, *details, ""])

@@ -1,0 +1,483 @@
+"""Training loops whose run is really lost, in every way there is: they end with the weights of one that was not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import tinkex
+from support import MODEL, Wire, serving
+from tinkex import Future, RecoveryError, RecoveryPolicy, ServiceClient, events, types
+from tinkex.engine import EngineError
+from tinkex.engine.fake import FakeEngine
+from tinkex.resilience import ResilientTrainingClient, _Entry
+from tinkex.server.journal import Committer
+from tinkex.server.promises import Promises
+
+QUICK = RecoveryPolicy(enabled=True, backoff_ms=1, max_attempts=2)
+STEPS = 7
+
+
+def datum(*tokens: int) -> types.Datum:
+    return types.Datum(types.ModelInput.from_ints(list(tokens)), {"target_tokens": [t + 1 for t in tokens]})
+
+
+class World:
+    """A server that can lose what it has, and the loop that is run against it."""
+
+    def __init__(self, root: Path, engine: Callable[[], Any] = FakeEngine, model: str = "fake") -> None:
+        self.root, self.make_engine, self.model = root, engine, model
+        self.life = 0
+        self.engine = engine()
+        self._serving: Any = None
+        self.url = ""
+
+    @property
+    def data_dir(self) -> Path:
+        return self.root / f"life-{self.life}"
+
+    def begin(self, port: int = 0) -> None:
+        self._serving = serving(self.engine, self.data_dir, port, embedded=True)
+        self.url = self._serving.__enter__()
+
+    def end(self) -> None:
+        self._serving.__exit__(None, None, None)
+
+    @property
+    def wire(self) -> Wire:
+        return Wire(self.url)
+
+    def sql(self, statement: str, *values: Any) -> None:
+        connection = sqlite3.connect(self.data_dir / "tinkex.sqlite3", timeout=10)
+        with connection:
+            connection.execute(statement, values)
+        connection.close()
+
+    # ── ways to lose a run ───────────────────────────────────────────────────────────────────────────────────────
+
+    def unload(self, trainer: ResilientTrainingClient) -> None:
+        self.wire.run("unload_model", {"model_id": trainer.model_id})
+
+    def finish_session(self, trainer: ResilientTrainingClient) -> None:
+        session = trainer.holder.session_id
+        heard = self.wire.send(f"sessions/{session}/finish", {"reason": {"type": "interrupted"}})
+        assert heard.status == 200, heard
+
+    def forget_everything(self, trainer: ResilientTrainingClient) -> None:
+        """The server comes back on an empty directory; only the checkpoints were rescued."""
+        port = int(self.url.rpartition(":")[2])
+        self.end()
+        old, self.engine = self.data_dir, self.make_engine()
+        self.life += 1
+        self.data_dir.mkdir(parents=True)
+        (old / "checkpoints").rename(self.data_dir / "checkpoints")
+        source = sqlite3.connect(old / "tinkex.sqlite3")
+        target = sqlite3.connect(self.data_dir / "tinkex.sqlite3")
+        source.backup(target)
+        with target:
+            for table in ("sessions", "runs", "samplers"):
+                target.execute(f"DELETE FROM {table}")
+        source.close()
+        target.close()
+        self.begin(port)
+
+    def corrupt(self, trainer: ResilientTrainingClient) -> None:
+        """The weights are nonsense from now on, and the server knows."""
+        adapter = self.engine._adapters[trainer.model_id]
+        adapter.weights = np.full_like(adapter.weights, 7.0)
+        self.sql("UPDATE runs SET corrupted = 1 WHERE model_id = ?", trainer.model_id)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    made.begin()
+    tinkex.configure(patience=20)
+    yield made
+    tinkex.configure()
+    made.end()
+
+
+@contextmanager
+def service_of(world: World) -> Iterator[ServiceClient]:
+    with ServiceClient(base_url=world.url) as service:
+        yield service
+
+
+def loop(
+    client: Any, steps: int = STEPS, before: Callable[[int], object] = lambda step: None, wait: bool = True
+) -> Any:
+    """Two passes and a step, over and over; the losses, and the weights at the end."""
+    passes: list[Any] = []
+    for step in range(steps):
+        before(step)
+        passes.append(client.forward_backward([datum(1 + step, 2, 3), datum(4, 5)], "cross_entropy"))
+        passes.append(client.forward_backward([datum(7, 8 + step)], "cross_entropy"))
+        stepped = client.optim_step(types.AdamParams(learning_rate=0.1))
+        if wait:
+            stepped.result(50)
+    return [one.result(50).metrics["loss:sum"] for one in passes]
+
+
+def weights_of(world: World, path: str) -> Any:
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    [directory] = world.root.glob(f"*/checkpoints/{run.replace(':', '_')}/{kind}/{name}")
+    if (directory / "fake.json").is_file():
+        return json.loads((directory / "fake.json").read_text())
+    return {
+        f"{file.name}/{key}": value.tobytes()
+        for file in sorted(directory.glob("*.safetensors"))
+        for key, value in load_file(file).items()
+    }
+
+
+def undisturbed(world: World) -> tuple[list[float], Any]:
+    with service_of(world) as service:
+        client = service.create_lora_training_client(world.model, rank=4, seed=3)
+        losses = loop(client)
+        return losses, weights_of(world, client.save_state("end").result(50).path)
+
+
+LOSSES = ["unload", "finish_session", "forget_everything", "corrupt"]
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["one-by-one", "pipelined"])
+@pytest.mark.parametrize("how", LOSSES)
+def test_a_loop_that_loses_its_run_ends_with_the_weights_of_one_that_does_not(
+    world: World, how: str, wait: bool
+) -> None:
+    losses, weights = undisturbed(world)
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4, seed=3)
+        with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
+            first = trainer.model_id
+
+            def lose(step: int) -> None:
+                if step == 5:
+                    getattr(world, how)(trainer)
+
+            given = loop(trainer, before=lose, wait=wait)
+            saved = trainer.save_state("end").result(50).path
+        assert trainer.recoveries == 1
+        assert trainer.model_id != first
+        assert weights_of(world, saved) == weights
+        if how != "corrupt":  # what was given before it was known to be nonsense cannot be taken back
+            assert given == losses
+
+
+def test_several_losses_one_after_the_other(world: World) -> None:
+    losses, weights = undisturbed(world)
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4, seed=3)
+        with tinkex.resilient(client, every=3, policy=QUICK) as trainer:
+            ways = {1: world.unload, 2: world.finish_session, 4: world.forget_everything, 6: world.unload}
+            given = loop(trainer, before=lambda step: ways.get(step, lambda _: None)(trainer))
+            assert weights_of(world, trainer.save_state("end").result(50).path) == weights
+        assert given == losses
+        assert trainer.recoveries == 4
+
+
+def test_a_loss_after_the_last_call_is_mended_when_the_block_is_left(world: World) -> None:
+    _, weights = undisturbed(world)
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4, seed=3)
+        with tinkex.resilient(client, every=4, policy=QUICK) as trainer:
+            loop(trainer)
+            world.corrupt(trainer)
+        assert trainer.recoveries == 1
+        assert weights_of(world, trainer.save_state("end").result(50).path) == weights
+
+
+@pytest.mark.parametrize("how", ["finish_session", "forget_everything"])
+def test_samplers_stay_usable_and_give_what_they_gave(world: World, how: str) -> None:
+    prompt, params = types.ModelInput.from_ints([5, 6]), types.SamplingParams(max_tokens=6, seed=1)
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4, seed=3)
+        with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
+            loop(trainer, 3)
+            nameless = trainer.save_weights_and_get_sampling_client()
+            path = trainer.save_weights_for_sampler("named").result(50).path
+            named = trainer.create_sampling_client(path)
+            before = [sampler.sample(prompt, 2, params).result(50) for sampler in (nameless, named)]
+            getattr(world, how)(trainer)
+            loop(trainer, 2)
+            after = [sampler.sample(prompt, 2, params).result(50) for sampler in (nameless, named)]
+            streamed = [chunk.token_id for chunk in named.sample_stream(prompt, params) if chunk.token_id is not None]
+            scores = nameless.compute_logprobs(prompt).result(50)
+    assert [[s.logprobs for s in one.sequences] for one in after] == [
+        [s.logprobs for s in one.sequences] for one in before
+    ]
+    assert len(streamed) == 6
+    assert len(scores) == 2
+
+
+def test_the_users_own_service_goes_on_after_its_session_was_lost(world: World) -> None:
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4)
+        with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
+            lost = trainer.holder.session_id
+            world.finish_session(trainer)
+            loop(trainer, 1)
+            other = service.create_lora_training_client("fake", rank=4)
+            assert other.model_id.startswith(trainer.holder.session_id)
+            assert trainer.holder.session_id != lost
+
+
+async def test_the_same_in_an_event_loop(world: World) -> None:
+    _, weights = await asyncio.to_thread(undisturbed, world)
+    service = ServiceClient(base_url=world.url)
+    client = await service.create_lora_training_client_async("fake", rank=4, seed=3)
+    async with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
+        for step in range(STEPS):
+            if step == 4:
+                await asyncio.to_thread(world.unload, trainer)
+            await trainer.forward_backward_async([datum(1 + step, 2, 3), datum(4, 5)], "cross_entropy")
+            await trainer.forward_backward_async([datum(7, 8 + step)], "cross_entropy")
+            await (await trainer.optim_step_async(types.AdamParams(learning_rate=0.1)))
+        saved = await (await trainer.save_state_async("end"))
+    assert trainer.recoveries == 1
+    assert weights_of(world, saved.path) == weights
+    await service.close()
+
+
+# ── what is kept and told ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_only_what_comes_after_the_last_state_is_kept_and_old_states_are_deleted(world: World) -> None:
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4)
+        rest = tinkex.RestClient(base_url=world.url)
+        with tinkex.resilient(client, every=2, keep=2, name="mine", policy=QUICK) as trainer:
+            loop(trainer, 9)
+            deadline = time.monotonic() + 10
+            while len(trainer._log) > 3 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert [entry.name for entry in trainer._log] == ["forward_backward", "forward_backward", "optim_step"]
+            assert trainer.checkpoint is not None
+            assert trainer.checkpoint.endswith("-8")
+            while time.monotonic() < deadline:
+                names = [c.checkpoint_id for c in rest.list_checkpoints(trainer.model_id).result(50).checkpoints]
+                if len(names) == 2:
+                    break
+                time.sleep(0.01)
+            assert all(name.startswith("weights/mine-") for name in names)
+            assert sorted(name.rpartition("-")[2] for name in names) == ["6", "8"]
+
+
+def test_what_happens_is_told_on_the_bus_and_to_the_callback(world: World) -> None:
+    heard: list[tuple[str, dict[str, float], dict[str, Any]]] = []
+    told: list[Any] = []
+    policy = RecoveryPolicy(enabled=True, backoff_ms=1, on_recovery=lambda *facts: told.append(facts))
+    names = [name for name in events.CATALOGUE if name.startswith("tinkex.recovery.")]
+    events.attach("test", names, lambda name, numbers, facts: heard.append((name, dict(numbers), dict(facts))))
+    try:
+        with service_of(world) as service:
+            client = service.create_lora_training_client("fake", rank=4, user_metadata={"who": "me"})
+            with tinkex.resilient(client, every=2, policy=policy) as trainer:
+                loop(trainer, 2)
+                checkpoint = trainer.checkpoint
+                world.unload(trainer)
+                loop(trainer, 1)
+            run = tinkex.RestClient(base_url=world.url).get_training_run(trainer.model_id).result(50)
+            assert run.user_metadata == {"who": "me"}
+    finally:
+        events.detach("test")
+    assert [name.rpartition(".")[2] for name, _, _ in heard] == [
+        "detected",
+        "started",
+        "checkpoint_selected",
+        "client_created",
+        "completed",
+    ]
+    assert all(facts["run_id"] == client.model_id for _, _, facts in heard)
+    assert all(numbers == {"attempt": 1} for _, numbers, _ in heard[1:])
+    deadline = time.monotonic() + 10
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.01)
+    [(old, new, path)] = told
+    assert old is client
+    assert new.model_id == trainer.model_id
+    assert path == checkpoint
+
+
+# ── failures that are no loss, and losses without an end ─────────────────────────────────────────────────────────
+
+
+def test_a_mistake_is_the_callers_and_loses_nothing(world: World) -> None:
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4)
+        with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
+            with pytest.raises(ValueError, match="there is no loss"):
+                trainer.forward_backward([datum(1)], "nonsense")
+            with pytest.raises(ValueError, match="data is empty"):
+                trainer.forward_backward([], "cross_entropy")
+            wrong = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [1, 2, 3]})
+            with pytest.raises(tinkex.TinkerError):
+                trainer.forward_backward([wrong], "cross_entropy").result(50)
+            loop(trainer, 2)
+        assert trainer.recoveries == 0
+
+
+def test_a_call_that_failed_is_not_made_again(world: World) -> None:
+    wrong = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [1, 2, 3]})
+    _, weights = undisturbed(world)
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4, seed=3)
+        with tinkex.resilient(client, every=50, policy=QUICK) as trainer:
+            with pytest.raises(tinkex.TinkerError):
+                trainer.forward_backward([wrong], "cross_entropy").result(50)
+            loop(trainer, before=lambda step: world.unload(trainer) if step == 5 else None)
+            assert weights_of(world, trainer.save_state("end").result(50).path) == weights
+
+
+def test_without_its_states_a_lost_run_is_lost(world: World) -> None:
+    failed: list[Any] = []
+    policy = RecoveryPolicy(enabled=True, max_attempts=2, backoff_ms=1, on_failure=lambda *facts: failed.append(facts))
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4)
+        trainer = tinkex.resilient(client, every=2, policy=policy)
+
+        def go() -> None:
+            with trainer:
+                loop(trainer, 3)
+                world.sql("DELETE FROM checkpoints")
+                world.unload(trainer)
+                with pytest.raises(RecoveryError, match="there is no checkpoint") as caught:
+                    trainer.forward_backward([datum(1, 2)], "cross_entropy").result(50)
+                assert caught.value.reason == "exhausted"
+                with pytest.raises(RecoveryError):
+                    trainer.optim_step(types.AdamParams())
+
+        with pytest.raises(RecoveryError, match="could not be taken up again"):  # the block says so again
+            go()
+        deadline = time.monotonic() + 10
+        while not failed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        [(run_id, error)] = failed
+        assert run_id == client.model_id
+        assert "no checkpoint" in str(error)
+
+
+def test_a_run_that_is_lost_again_and_again_is_given_up(world: World) -> None:
+    def lose(method: str, subject: str) -> None:
+        if method == "forward_backward":
+            world.sql("UPDATE runs SET corrupted = 1")
+            raise EngineError("the weights are gone", "server")
+
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4)
+        trainer = tinkex.resilient(client, every=2, policy=QUICK)
+
+        def go() -> None:
+            with trainer:
+                world.engine.fail = lose
+                trainer.forward_backward([datum(1, 2)], "cross_entropy").result(50)
+
+        with pytest.raises(RecoveryError, match="the weights are gone"):
+            go()
+        assert trainer.recoveries == QUICK.max_attempts
+
+
+def test_a_run_that_its_user_unloads_is_not_taken_up_again(world: World) -> None:
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4)
+        with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
+            loop(trainer, 1)
+            trainer.unload_model()
+            with pytest.raises(RuntimeError, match="was unloaded"):
+                trainer.optim_step(types.AdamParams())
+        assert trainer.recoveries == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every must be"),
+        ({"every": True}, "every must be"),
+        ({"keep": 0}, "keep must be"),
+        ({"policy": {"enabled": False}}, "not enabled"),
+        ({"policy": {"enabled": True, "checkpoint_strategy": "best"}}, "only the latest state"),
+        ({"policy": {"enabled": True, "restore_optimizer": False}}, "only the latest state"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(world: World, options: dict[str, Any], message: str) -> None:
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4)
+        with pytest.raises(ValueError, match=message):
+            tinkex.resilient(client, **options)
+        with pytest.raises(ValueError, match="already"):
+            tinkex.resilient(tinkex.resilient(client))
+        with pytest.raises(RuntimeError, match="with block"):
+            tinkex.resilient(client).optim_step(types.AdamParams())
+
+
+def test_with_a_real_model_the_weights_are_the_same_bits(tmp_path: Path, model_dir: Path) -> None:
+    from tinkex.engine.torch_engine import TorchEngine
+
+    world = World(tmp_path, lambda: TorchEngine({MODEL: model_dir}), MODEL)
+    world.begin()
+    try:
+        losses, weights = undisturbed(world)
+        with service_of(world) as service:
+            client = service.create_lora_training_client(MODEL, rank=4, seed=3)
+            with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
+                ways = {2: world.unload, 5: world.finish_session}
+                given = loop(trainer, before=lambda step: ways.get(step, lambda _: None)(trainer))
+                saved = weights_of(world, trainer.save_state("end").result(50).path)
+            assert trainer.recoveries == 2
+        assert given == losses
+        assert saved == weights
+        assert any(key.startswith("optimizer") for key in saved)
+    finally:
+        world.end()
+
+
+def test_a_state_counts_only_once_everything_before_it_has_its_result(world: World) -> None:
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4)
+        with tinkex.resilient(client, every=50, policy=QUICK) as trainer:
+            first = trainer.checkpoint
+            open_pass, state = (_Entry(name, lambda _: Future(), Future(), False) for name in ("pass", "state"))
+            state.saved, state.over = "tinker://later", True
+            trainer._log += [open_pass, state]
+            trainer._trim()
+            assert trainer.checkpoint == first
+            open_pass.over = True
+            trainer._trim()
+            assert trainer.checkpoint == "tinker://later"
+            assert trainer._log == []
+
+
+async def test_a_log_that_is_begun_anew_hides_nothing_from_a_cursor_of_the_one_before() -> None:
+    promises, target = Promises(), ("session:sample:0", 0)
+    seen = 0
+    for number in range(3):  # each session's end closes the log; samples of saved weights go on all the same
+        promise = promises.add(f"session:sample:0:{number}", b"", "session", target)
+        promise.settle(None)
+        promises.open_log(target, "session")
+        log = promises.log(target)
+        assert log is not None
+        assert [ended.request_id for ended in log.after(seen)] == [promise.request_id]
+        seen = log.cursor
+        promises.forget_session("session")
+
+
+async def test_a_journal_that_was_closed_meanwhile_does_not_end_the_writing_of_others(tmp_path: Path) -> None:
+    committer = Committer(flush=False)
+    with (tmp_path / "a").open("wb") as closed, (tmp_path / "b").open("wb") as other:
+        closed.close()  # its session was finished while a request was on its way to the disk
+        with pytest.raises(OSError, match="closed file"):
+            await asyncio.wait_for(committer.write(closed, b"lost"), 10)
+        await asyncio.wait_for(committer.write(other, b"kept"), 10)
+    committer.stop()
+    assert (tmp_path / "b").read_bytes() == b"kept"
