@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import importlib.util
 import logging
 import os
 import signal
@@ -27,6 +28,8 @@ from tinkex.server.state import Limits
 from tinkex.server.store import DATABASE, Store
 
 F = TypeVar("F", bound=Callable[..., Any])
+SWITCH_SECONDS = 0.0005
+"""How long the engine's thread may keep the interpreter when the event loop wants it (Python's default is ten times it)."""
 
 
 def limit_options(command: F) -> F:
@@ -130,10 +133,21 @@ def serve(
     os.environ["TINKEX_HUB_CACHE"] = "1" if hub_cache else "0"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops cleanly, then passes the signal on
     try:
-        with listener:
-            asyncio.run(_serve(listener, data_dir, places, api_key, tokens, Limits(**limits)))
+        with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(listener, data_dir, places, api_key, tokens, Limits(**limits)))
     except (EngineError, OSError, sqlite3.Error) as error:
         raise click.ClickException(str(error)) from None
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """The event loop that waits least for the engine: uvloop's keeps the interpreter while it reads and writes."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    if importlib.util.find_spec("uvloop") is None:  # not there on Windows
+        return None
+    import uvloop
+
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return loop_factory
 
 
 def _log(level: str, form: str) -> None:

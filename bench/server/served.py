@@ -1,0 +1,103 @@
+"""The server under load, in a process of its own: `tinkex serve`, with the engine that is asked for.
+
+With `--watch FILE` a thread looks every few milliseconds whether the event loop still turns, and notes what it and the
+engine are at when it does not; the lines of the longest stops are written to the file at the end. The watching itself
+takes some time: the figures of a watched run are not those of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+
+from tinkex.cli import serve as command
+
+LATE = 0.02
+"""A loop that has not turned for so long is stopped by something."""
+DEPTH = 8
+
+
+class Watch:
+    """Notes what holds the event loop up."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.beat = time.perf_counter()
+        self.late: list[float] = []
+        self.seen: Counter[str] = Counter()
+
+    async def tick(self) -> None:
+        """Turn with the loop."""
+        while True:
+            await asyncio.sleep(0.005)
+            now = time.perf_counter()
+            if now - self.beat > LATE:
+                self.late.append(now - self.beat)
+            self.beat = now
+
+    def look(self) -> None:
+        """Until the process ends: see where the threads are while the loop does not turn."""
+        main = threading.main_thread().ident
+        while True:
+            time.sleep(0.005)
+            if time.perf_counter() - self.beat > LATE:
+                frames = sys._current_frames()
+                named = {thread.ident: thread.name for thread in threading.enumerate()}
+                for ident, frame in frames.items():
+                    if ident == main or "engine" in named.get(ident, ""):
+                        self.seen[f"{'loop' if ident == main else 'engine'}: {_place(frame)}"] += 1
+
+    def write(self) -> None:
+        """Say what was seen."""
+        late = sorted(self.late, reverse=True)
+        lines = [f"{len(late)} stops over {1000 * LATE:.0f} ms; longest {[round(1000 * x) for x in late[:20]]} ms"]
+        lines += [f"{count:6d} {place}" for place, count in self.seen.most_common(60)]
+        self.path.write_text("\n".join(lines) + "\n")
+
+
+def _place(frame: FrameType | None) -> str:
+    places: list[str] = []
+    while frame is not None and len(places) < DEPTH:
+        places.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(places)
+
+
+def main() -> None:
+    """Serve until told to stop."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=("torch", "fake"), default="torch")
+    parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--watch", type=Path)
+    args, rest = parser.parse_known_args()
+    if args.engine == "fake":
+        from tinkex.engine.fake import FakeEngine
+
+        command.make_engine = lambda models: FakeEngine(delay=args.delay, step_delay=args.delay)  # type: ignore[assignment]
+    if args.watch is None:
+        command.serve(rest)
+        return
+    watch = Watch(args.watch)
+    serve = command._serve
+
+    async def watched(*given: object) -> None:
+        turning = asyncio.create_task(watch.tick())
+        threading.Thread(target=watch.look, daemon=True).start()
+        try:
+            await serve(*given)  # type: ignore[arg-type]
+        finally:
+            turning.cancel()
+            watch.write()
+
+    command._serve = watched  # type: ignore[assignment]
+    command.serve(rest)
+
+
+if __name__ == "__main__":
+    main()
