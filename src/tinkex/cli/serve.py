@@ -29,7 +29,7 @@ from tinkex.server.store import DATABASE, Store
 
 F = TypeVar("F", bound=Callable[..., Any])
 SWITCH_SECONDS = 0.0005
-"""How long the engine's thread may keep the interpreter when the event loop wants it (Python's default is ten times it)."""
+"""How long the engine may keep the interpreter when the event loop wants it; Python's default is ten times that."""
 
 
 def limit_options(command: F) -> F:

@@ -30,7 +30,8 @@ def is_heavy(promise: Promise) -> bool:
     if promise.kept is not None or not codec.has_protobuf(type(result)):
         return False
     if isinstance(result, ForwardBackwardOutput):
-        return sum(tensor.values.size for output in result.loss_fn_outputs for tensor in output.values()) > OFF_LOOP_VALUES
+        tensors = (tensor for output in result.loss_fn_outputs for tensor in output.values())
+        return sum(tensor.values.size for tensor in tensors) > OFF_LOOP_VALUES
     if not isinstance(result, SampleResponse) or result.target_prompt_logprobs or result.prompt_alt_tokens:
         return True
     tables = [result.topk_prompt_logprobs_np, *(sequence.topk_logprobs_np for sequence in result.sequences)]

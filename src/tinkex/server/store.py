@@ -81,8 +81,9 @@ MIGRATIONS = (
 )
 
 DATABASE = "tinkex.sqlite3"
-KNOWN_SAMPLERS = 10_000
 """The file of a data directory that holds its facts."""
+KNOWN_SAMPLERS = 10_000
+"""Samplers that are remembered beside the database."""
 LOCAL_OWNER = "local"
 """Who owns what is made on an open server, or with the key that a server was started with."""
 
