@@ -21,11 +21,14 @@ import click
 
 from tinkex.config import LOOPBACK
 from tinkex.engine import EngineError
+from tinkex.errors import ConfigurationError
 from tinkex.local import DEFAULT_MODEL, default_data_dir, make_engine, publish_tokenizers
+from tinkex.otel import is_available
 from tinkex.server.accounts import has_keys
-from tinkex.server.metrics import JsonFormatter
+from tinkex.server.metrics import JsonFormatter, access
 from tinkex.server.state import Limits
 from tinkex.server.store import DATABASE, Store
+from tinkex.server.tracing import Tracing, is_wanted
 
 F = TypeVar("F", bound=Callable[..., Any])
 SWITCH_SECONDS = 0.0005
@@ -96,7 +99,12 @@ def limit_options(command: F) -> F:
     type=click.Choice(["text", "json"]),
     default="text",
     show_default=True,
-    help="How to log; json has a line for each request as well.",
+    help="How to log; json has a line for each request as well, of polls and heartbeats with --log-level debug.",
+)
+@click.option(
+    "--otel/--no-otel",
+    default=None,
+    help="Make an OpenTelemetry span of each request.  [default: when an OTEL_ variable is set and it is installed]",
 )
 @limit_options
 def serve(
@@ -109,6 +117,7 @@ def serve(
     hub_cache: bool,
     log_level: str,
     log_format: str,
+    otel: bool | None,
     **limits: Any,
 ) -> None:
     """Serve models on this machine to any Tinker client.
@@ -124,6 +133,7 @@ def serve(
             "or listen on 127.0.0.1"
         )
     _log(log_level, log_format)
+    tracing = _tracing(otel)
     places = dict(_parse_model(model) for model in models)
     try:
         listener = _listen(host, port)
@@ -134,7 +144,7 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops cleanly, then passes the signal on
     try:
         with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(listener, data_dir, places, api_key, tokens, Limits(**limits)))
+            runner.run(_serve(listener, data_dir, places, api_key, tokens, Limits(**limits), tracing))
     except (EngineError, OSError, sqlite3.Error) as error:
         raise click.ClickException(str(error)) from None
 
@@ -155,7 +165,16 @@ def _log(level: str, form: str) -> None:
     if form == "json":
         for handler in logging.getLogger().handlers:
             handler.setFormatter(JsonFormatter())
-        logging.getLogger("tinkex.server.access").setLevel(logging.INFO)
+        access.setLevel(logging.DEBUG if level == "debug" else logging.INFO)
+
+
+def _tracing(asked: bool | None) -> Tracing | None:
+    if asked or (asked is None and is_wanted(os.environ) and is_available()):
+        try:
+            return Tracing()
+        except ConfigurationError as error:
+            raise click.UsageError(f"--otel: {error}") from None
+    return None
 
 
 def _has_keys(data_dir: Path) -> bool:
@@ -188,6 +207,7 @@ async def _serve(
     api_key: str | None,
     tokens: bool,
     limits: Limits,
+    tracing: Tracing | None,
 ) -> None:
     engine = make_engine(models)
     publish_tokenizers(engine)
@@ -196,7 +216,7 @@ async def _serve(
     from tinkex.server.app import create_app
 
     names = ", ".join(model.name for model in engine.models())
-    app = create_app(engine, data_dir, limits=limits, api_key=api_key, tokens=tokens)
+    app = create_app(engine, data_dir, limits=limits, api_key=api_key, tokens=tokens, tracing=tracing)
     state = app.state.server
     access = "key required" if await state.accounts.needs_key() else "open, no key needed"
 
