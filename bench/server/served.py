@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import threading
 import time
@@ -30,7 +31,9 @@ class Watch:
         self.path = path
         self.beat = time.perf_counter()
         self.late: list[float] = []
+        self.flushes: list[float] = []
         self.seen: Counter[str] = Counter()
+        self._flush, os.fdatasync = os.fdatasync, self.flush
 
     async def tick(self) -> None:
         """Turn with the loop."""
@@ -53,12 +56,26 @@ class Watch:
                     if ident == main or "engine" in named.get(ident, ""):
                         self.seen[f"{'loop' if ident == main else 'engine'}: {_place(frame)}"] += 1
 
+    def flush(self, handle: int) -> None:
+        """Flush a file of a journal, and note how long the disk took."""
+        begun = time.perf_counter()
+        self._flush(handle)
+        self.flushes.append(time.perf_counter() - begun)
+
     def write(self) -> None:
         """Say what was seen."""
-        late = sorted(self.late, reverse=True)
-        lines = [f"{len(late)} stops over {1000 * LATE:.0f} ms; longest {[round(1000 * x) for x in late[:20]]} ms"]
+        late, flushes = (sorted(found, reverse=True) for found in (self.late, self.flushes))
+        lines = [
+            f"{len(late)} stops of the loop over {1000 * LATE:.0f} ms; longest {_milliseconds(late[:20])}",
+            f"{len(flushes)} flushes, median {_milliseconds(flushes[len(flushes) // 2 :][:1])}; longest "
+            f"{_milliseconds(flushes[:20])}",
+        ]
         lines += [f"{count:6d} {place}" for place, count in self.seen.most_common(60)]
         self.path.write_text("\n".join(lines) + "\n")
+
+
+def _milliseconds(seconds: list[float]) -> str:
+    return f"{', '.join(f'{1000 * each:.0f}' for each in seconds)} ms"
 
 
 def _place(frame: FrameType | None) -> str:
