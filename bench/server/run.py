@@ -17,6 +17,7 @@ import math
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from typing import Any
 HERE = Path(__file__).parent
 OPERATIONS = ("forward_backward", "optim_step", "save_weights", "asample")
 TARGET_MS = 50.0
+WATCHED = {"full": signal.SIGUSR1, "held": signal.SIGUSR2}
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -134,6 +136,8 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], G
                 said = json.loads(line)
                 if "mark" in said:
                     marks[said["mark"]] = said
+                    if args.watch and said["mark"] in WATCHED:
+                        os.kill(pid, WATCHED[said["mark"]])
         gauge.over.set()
         gauge.join()
         if clients.returncode or "latencies" not in said:

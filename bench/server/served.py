@@ -1,15 +1,17 @@
 """The server under load, in a process of its own: `tinkex serve`, with the engine that is asked for.
 
 With `--watch FILE` a thread looks every few milliseconds whether the event loop still turns, and notes what it and the
-engine are at when it does not; the lines of the longest stops are written to the file at the end. The watching itself
-takes some time: the figures of a watched run are not those of the table.
+engine are at when it does not. SIGUSR1 begins with that anew, SIGUSR2 writes to the file what was seen since. The
+watching itself takes some time: the figures of a watched run are not those of the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -32,7 +34,10 @@ class Watch:
         self.beat = time.perf_counter()
         self.late: list[float] = []
         self.flushes: list[float] = []
+        self.collections: list[float] = []
         self.seen: Counter[str] = Counter()
+        self._began = 0.0
+        gc.callbacks.append(self.collect)
         self._flush, os.fdatasync = os.fdatasync, self.flush
 
     async def tick(self) -> None:
@@ -56,19 +61,34 @@ class Watch:
                     if ident == main or "engine" in named.get(ident, ""):
                         self.seen[f"{'loop' if ident == main else 'engine'}: {_place(frame)}"] += 1
 
+    def collect(self, phase: str, facts: object) -> None:
+        """Note how long the collector of garbage holds everything up."""
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.collections.append(time.perf_counter() - self._began)
+
     def flush(self, handle: int) -> None:
         """Flush a file of a journal, and note how long the disk took."""
         begun = time.perf_counter()
         self._flush(handle)
         self.flushes.append(time.perf_counter() - begun)
 
-    def write(self) -> None:
+    def begin(self, *_: object) -> None:
+        """Forget what was seen."""
+        for seen in (self.late, self.flushes, self.collections, self.seen):
+            seen.clear()
+
+    def write(self, *_: object) -> None:
         """Say what was seen."""
-        late, flushes = (sorted(found, reverse=True) for found in (self.late, self.flushes))
+        late, flushes, collections = (
+            sorted(found, reverse=True) for found in (self.late, self.flushes, self.collections)
+        )
         lines = [
             f"{len(late)} stops of the loop over {1000 * LATE:.0f} ms; longest {_milliseconds(late[:20])}",
             f"{len(flushes)} flushes, median {_milliseconds(flushes[len(flushes) // 2 :][:1])}; longest "
             f"{_milliseconds(flushes[:20])}",
+            f"{len(collections)} collections of garbage; longest {_milliseconds(collections[:20])}",
         ]
         lines += [f"{count:6d} {place}" for place, count in self.seen.most_common(60)]
         self.path.write_text("\n".join(lines) + "\n")
@@ -106,11 +126,12 @@ def main() -> None:
     async def watched(*given: object) -> None:
         turning = asyncio.create_task(watch.tick())
         threading.Thread(target=watch.look, daemon=True).start()
+        signal.signal(signal.SIGUSR1, watch.begin)
+        signal.signal(signal.SIGUSR2, watch.write)
         try:
             await serve(*given)  # type: ignore[arg-type]
         finally:
             turning.cancel()
-            watch.write()
 
     command._serve = watched  # type: ignore[assignment]
     command.serve(rest)
