@@ -179,10 +179,8 @@ def facts(
     yield "server: event loop kept waiting for a core", f"{kept_waiting:.0f} ms a second"
     yield "clients: CPU", f"{told['client_cpu']:.2f} cores"
     yield "everything else on the machine: CPU", f"{max(0.0, machine - server - told['client_cpu']):.2f} cores"
-    quarter = max(1, len(readings) // 4)
-    for name, part in (("second", readings[quarter : 2 * quarter]), ("last", readings[-quarter:])):
-        mean = sum(reading.memory for reading in part) / len(part)
-        yield f"server: resident memory, mean of the {name} quarter", f"{mean:.0f} MB"
+    shown = [readings[round(part * (len(readings) - 1) / 6)].memory for part in range(7)]
+    yield "server: resident memory, from the beginning to the end", f"{', '.join(f'{each:.0f}' for each in shown)} MB"
     yield "server: resident memory, peak", f"{max(reading.memory for reading in gauge.readings):.0f} MB"
     counts = told["counts"]
     for what in ("submitted", "arrived"):
