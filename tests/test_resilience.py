@@ -21,7 +21,7 @@ from tinkex import Future, RecoveryError, RecoveryPolicy, ServiceClient, events,
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.resilience import ResilientTrainingClient, _Entry
-from tinkex.server.journal import Committer
+from tinkex.server.journal import Committer, Segment
 from tinkex.server.promises import Promises
 
 QUICK = RecoveryPolicy(enabled=True, backoff_ms=1, max_attempts=2)
@@ -474,10 +474,11 @@ async def test_a_log_that_is_begun_anew_hides_nothing_from_a_cursor_of_the_one_b
 
 async def test_a_journal_that_was_closed_meanwhile_does_not_end_the_writing_of_others(tmp_path: Path) -> None:
     committer = Committer(flush=False)
-    with (tmp_path / "a").open("wb") as closed, (tmp_path / "b").open("wb") as other:
-        closed.close()  # its session was finished while a request was on its way to the disk
-        with pytest.raises(OSError, match="closed file"):
-            await asyncio.wait_for(committer.write(closed, b"lost"), 10)
-        await asyncio.wait_for(committer.write(other, b"kept"), 10)
+    closed, other = Segment(tmp_path / "a"), Segment(tmp_path / "b")
+    closed.close()  # its session was finished while a request was on its way to the disk
+    with pytest.raises(OSError, match="is closed"):
+        await asyncio.wait_for(committer.write(closed, b"lost"), 10)
+    await asyncio.wait_for(committer.write(other, b"kept"), 10)
     committer.stop()
+    assert not (tmp_path / "a").exists()
     assert (tmp_path / "b").read_bytes() == b"kept"

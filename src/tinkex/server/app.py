@@ -32,6 +32,7 @@ from tinkex.server.results import encoding
 from tinkex.server.sessions import signed_trace, trace_path
 from tinkex.server.state import DIRECT, Call, Limits, Refusal, State
 from tinkex.server.submission import UNLOAD, digest_of, leave, recall_unload, spend_number
+from tinkex.server.tracing import Tracing
 from tinkex.server.usage import watch
 from tinkex.types.checkpoints import SCHEME
 from tinkex.types.record import to_json
@@ -52,6 +53,7 @@ def create_app(
     api_key: str | None = None,
     tokens: bool = False,
     embedded: bool = False,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """The server as an ASGI application over an engine; its lifespan starts and stops the worker.
 
@@ -62,6 +64,7 @@ def create_app(
         api_key: A key of the owner `local`, besides those made by `tinkex key create`.
         tokens: Whether clients are told to exchange their key for short-lived tokens.
         embedded: Whether the only caller is this program, which then needs no key that others were given.
+        tracing: Makes a span of each request, where that is wanted.
     """
     state = State(engine, data_dir, limits or Limits(), api_key=api_key, tokens=tokens, embedded=embedded)
     revival.enable(state, HANDLERS)
@@ -86,7 +89,10 @@ def create_app(
 
     # What this server cannot do is not there, and 404 says so.
     served = [op for op in OPERATIONS if op is RETRIEVE_FUTURE or op.name in HANDLERS]
-    routes = [Route(f"{PREFIX}/{op.path}", _endpoint(op, state), methods=[op.method], name=op.name) for op in served]
+    routes = [
+        Route(f"{PREFIX}/{op.path}", _traced(op, _endpoint(op, state), tracing), methods=[op.method], name=op.name)
+        for op in served
+    ]
     routes += [
         download_route(state),
         misnamed_route(),
@@ -140,11 +146,28 @@ def _endpoint(op: Operation, state: State) -> Endpoint:
         except Exception as error:
             logger.exception("%s failed", op.name)
             response = _error(500, f"internal error: {type(error).__name__}")
-        owner = account.owner if account else None
-        state.metrics.observe(op.name, op.method, response.status_code, time.perf_counter() - began, owner)
+        told = request.state
+        told.owner, told.request_id = account.owner if account else None, getattr(told, "request_id", None)
+        seconds = time.perf_counter() - began
+        state.metrics.observe(op.name, op.method, response.status_code, seconds, told.owner, told.request_id)
         return response
 
     return endpoint
+
+
+def _traced(op: Operation, endpoint: Endpoint, tracing: Tracing | None) -> Endpoint:
+    """The same, with a span around it."""
+    if tracing is None:
+        return endpoint
+
+    async def traced(request: Request) -> Response:
+        with tracing.request(op, request.headers) as told:
+            response = await endpoint(request)
+            told |= {"status": response.status_code, "owner": request.state.owner}
+            told["request_id"] = request.state.request_id
+            return response
+
+    return traced
 
 
 async def _dispatch(op: Operation, state: State, request: Request, call: Call) -> Response:
@@ -156,6 +179,7 @@ async def _dispatch(op: Operation, state: State, request: Request, call: Call) -
         raise Refusal(400, why)
     result = await (HANDLERS[op.name](state, call) if why is None else fail_in_band(state, op, call, why))
     _note(op, state, call, result)
+    request.state.request_id = getattr(result, "request_id", None)
     return _answer(result)
 
 
@@ -333,6 +357,7 @@ async def _take_up(state: State, request_id: str) -> None:
 async def retrieve_future(op: Operation, state: State, request: Request, call: Call) -> Response:
     """Hold the request until the result is there, for as long as a poll may be held; then 408."""
     wanted: FutureRetrieveRequest = call.request
+    request.state.request_id = wanted.request_id
     promise = state.promises.get(wanted.request_id)
     if promise is None and not state.promises.is_gone(wanted.request_id):
         await _take_up(state, wanted.request_id)

@@ -616,7 +616,9 @@ async def _sampler_of(state: State, call: Call, request: SampleRequest) -> Sampl
         base_model = await _source(state, call, request.base_model, request.model_path)
         name = call.request_id.rpartition(":")[0] if call.request_id else f"{DIRECT}:{uuid.uuid4()}"
         return Sampler(name, DIRECT, base_model, request.model_path, owner=call.owner)
-    sampler = await asyncio.to_thread(state.store.sampler, request.sampling_session_id)
+    sampler = state.store.known_sampler(request.sampling_session_id)
+    if sampler is None:
+        sampler = await asyncio.to_thread(state.store.sampler, request.sampling_session_id)
     if sampler is None:
         raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
     state.hear(sampler.session_id)

@@ -14,15 +14,20 @@ import queue
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 HEADER = struct.Struct("<4sIIQq")
 """Magic, checksum of what follows, length of the facts, length of the body, number."""
 MAGIC = b"TXJ1"
 SEGMENT_BYTES = 16 << 20
+FLUSHES = 16
+"""Files that are flushed at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +39,82 @@ class Entry:
     body: bytes
 
 
+class Segment:
+    """A file of a log, made when it is first written to: by the threads that may wait for the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+        self._file: FileIO | None = None
+        self._size = 0
+        self._writing = threading.Lock()
+        self._is_closed = False
+
+    def write(self, pieces: Sequence[bytes], *, flush: bool) -> None:
+        """Append to the file, and see it safe on disk: all of it, or nothing when that fails."""
+        with self._writing:
+            if self._is_closed:
+                raise OSError(f"{self.name} is closed: its run or session has ended")
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = FileIO(self._path, "xb")
+                sync_directory(self._path.parent)
+            try:
+                rest = memoryview(b"".join(pieces))
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+                if flush:
+                    os.fdatasync(self._file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):  # what was refused must not come to life in a later one
+                    self._file.truncate(self._size)
+                    self._file.seek(self._size)
+                raise
+            self._size = self._file.tell()
+        if self._is_closed:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the file, at once or when what is being written to it has been."""
+        self._is_closed = True
+        if self._writing.acquire(blocking=False):
+            try:
+                if self._file is not None:
+                    self._file.close()
+            finally:
+                self._writing.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    segment: Segment
+    data: bytes
+    done: asyncio.Future[None]
+
+
 class Committer:
-    """A thread that writes and flushes for all logs: whoever comes while a flush is under way shares the next one."""
+    """Threads that write and flush for all logs: whoever comes while a flush is under way shares the next one.
+
+    The files of a turn are flushed at the same time: the disk takes many flushes in about the time of one, and with a
+    file for each of many runs, one after the other would make all of them wait for the sum.
+    """
 
     def __init__(self, *, flush: bool = True) -> None:
         self._flush = flush
-        self._jobs: queue.SimpleQueue[tuple[BinaryIO, bytes, asyncio.Future[None]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def write(self, file: BinaryIO, data: bytes) -> asyncio.Future[None]:
+    def write(self, segment: Segment, data: bytes) -> asyncio.Future[None]:
         """Append bytes to a file; the future is done when they are safe. Call it on the event loop."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tinkex-journal", daemon=True)
             self._thread.start()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._jobs.put((file, data, done))
+        self._jobs.put(_Job(segment, data, done))
         return done
 
     def stop(self) -> None:
-        """Finish what was asked for, and end the thread."""
+        """Finish what was asked for, and end the threads."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(30)
@@ -60,42 +122,43 @@ class Committer:
 
     def _run(self) -> None:
         stopping = False
-        while not stopping:
-            batch = [self._jobs.get()]
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    batch.append(self._jobs.get_nowait())
-            stopping = None in batch
-            self._commit([job for job in batch if job is not None])
+        with ThreadPoolExecutor(FLUSHES, "tinkex-flush") as flushers:
+            while not stopping:
+                batch = [self._jobs.get()]
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        batch.append(self._jobs.get_nowait())
+                stopping = None in batch
+                self._commit([job for job in batch if job is not None], flushers)
 
-    def _commit(self, batch: list[tuple[BinaryIO, bytes, asyncio.Future[None]]]) -> None:
-        failed: dict[BinaryIO, OSError] = {}
-        for file, data, _ in batch:
-            if file not in failed:
-                try:
-                    file.write(data)
-                except (OSError, ValueError) as error:  # closed, because its run or session has ended meanwhile
-                    failed[file] = error if isinstance(error, OSError) else OSError(str(error))
-        for file in {file for file, *_ in batch} - failed.keys():
-            try:
-                file.flush()
-                if self._flush:
-                    os.fdatasync(file.fileno())
-            except (OSError, ValueError) as error:
-                failed[file] = error if isinstance(error, OSError) else OSError(str(error))
-        for file, _, done in batch:
-            loop = done.get_loop()
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
-                loop.call_soon_threadsafe(_settle, done, failed.get(file))
+    def _commit(self, batch: list[_Job], flushers: ThreadPoolExecutor) -> None:
+        by_segment: defaultdict[Segment, list[_Job]] = defaultdict(list)
+        for job in batch:
+            by_segment[job.segment].append(job)
+        if len(by_segment) == 1:
+            self._write(batch)
+        else:
+            wait([flushers.submit(self._write, jobs) for jobs in by_segment.values()])
+
+    def _write(self, jobs: list[_Job]) -> None:
+        """Write what one file gets, and say so."""
+        failed: OSError | None = None
+        try:
+            jobs[0].segment.write([job.data for job in jobs], flush=self._flush)
+        except (OSError, ValueError) as error:
+            failed = error if isinstance(error, OSError) else OSError(str(error))
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            jobs[0].done.get_loop().call_soon_threadsafe(_settle, jobs, failed)
 
 
-def _settle(done: asyncio.Future[None], error: OSError | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
+def _settle(jobs: list[_Job], error: OSError | None) -> None:
+    for job in jobs:
+        if job.done.done():
+            continue
+        if error is None:
+            job.done.set_result(None)
+        else:
+            job.done.set_exception(error)
 
 
 class Journal:
@@ -104,7 +167,8 @@ class Journal:
     def __init__(self, directory: Path, committer: Committer) -> None:
         self.directory = directory
         self._committer = committer
-        self._file: BinaryIO | None = None
+        self._file: Segment | None = None
+        self._last: int | None = None
         self._size = 0
         self.highest: dict[Path, int] = {}
         """The highest number in each segment: what can be dropped when everything up to a number can."""
@@ -121,15 +185,17 @@ class Journal:
         await self._committer.write(self._file, record)
 
     def rotate(self) -> None:
-        """Go on in a new segment; the old one is closed when what is being written to it has been."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        taken = [int(path.stem.rpartition("-")[2]) for path in self.directory.glob("segment-*.log")]
-        path = self.directory / f"segment-{max(taken, default=0) + 1:08d}.log"
+        """Go on in a new segment, unless this one is new; the old one is closed when it has been written to the end."""
+        if self._file is not None and not self._size:
+            return
+        if self._last is None:
+            taken = [int(path.stem.rpartition("-")[2]) for path in self.directory.glob("segment-*.log")]
+            self._last = max(taken, default=0)
+        self._last += 1
         if (old := self._file) is not None:
             self._committer.write(old, b"").add_done_callback(lambda _: old.close())
-        self._file = path.open("xb")
+        self._file = Segment(self.directory / f"segment-{self._last:08d}.log")
         self._size = 0
-        sync_directory(self.directory)
 
     def read(self) -> list[Entry]:
         """Every record of earlier lives, in the order of writing; what was torn is cut off.

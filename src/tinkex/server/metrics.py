@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex import prometheus
 from tinkex.prometheus import family, labels
+from tinkex.redaction import MOST_TRACEBACK, Scrubber
 
 if TYPE_CHECKING:
     from tinkex.server.state import State
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 TOKENS = {"training": "training", "prefill": "prefill", "sample": "sampled"}
 
+FREQUENT = {"retrieve_future", "retrieve_futures", "session_heartbeat"}
+"""What clients ask all the time: logged at the level debug when all is well."""
+
 access = logging.getLogger("tinkex.server.access")
+scrubber = Scrubber()
 
 
 class Metrics:
@@ -31,15 +36,25 @@ class Metrics:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._began = time.time()
 
-    def observe(self, operation: str, method: str, status: int, seconds: float, owner: str | None) -> None:
-        """Count a request and log it; nothing that its sender said is logged, so no secret can be."""
+    def observe(
+        self,
+        operation: str,
+        method: str,
+        status: int,
+        seconds: float,
+        owner: str | None,
+        request_id: str | None = None,
+    ) -> None:
+        """Count a request and log it; nothing that its sender made up is logged but ids, and those without secrets."""
         self._requests[operation, status] += 1
         counts = self._buckets.setdefault(operation, [0] * (len(BUCKETS) + 1))
         counts[bisect.bisect_left(BUCKETS, seconds)] += 1
         self._seconds[operation] += seconds
-        if access.isEnabledFor(logging.INFO):
+        level = logging.DEBUG if operation in FREQUENT and status in (200, 408) else logging.INFO
+        if access.isEnabledFor(level):
             fields = {"operation": operation, "method": method, "status": status, "ms": round(seconds * 1000, 3)}
-            access.info("%s %s", operation, status, extra={"fields": {**fields, "owner": owner}})
+            fields |= {"owner": owner, "request_id": request_id and scrubber.text(request_id)}
+            access.log(level, "%s %s", operation, status, extra={"fields": fields})
 
     def render(self, state: State) -> str:
         """Everything there is to know, as Prometheus reads it."""
@@ -75,7 +90,7 @@ def _of_state(state: State, began: float) -> Iterator[str]:
 
 
 class JsonFormatter(logging.Formatter):
-    """Log records as lines of JSON; an access record's fields are members of their own."""
+    """Log records as lines of JSON, without secrets; an access record's fields are members of their own."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
@@ -83,9 +98,9 @@ class JsonFormatter(logging.Formatter):
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": scrubber.text(record.getMessage()),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            said["error"] = self.formatException(record.exc_info)
+            said["error"] = scrubber.text(self.formatException(record.exc_info), MOST_TRACEBACK, end=True)
         return json.dumps(said)

@@ -9,6 +9,7 @@ from tinkex import codec
 from tinkex.server.promises import Promise
 from tinkex.types.sampling import SampleResponse
 from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
+from tinkex.types.training import ForwardBackwardOutput
 
 logger = logging.getLogger("tinkex.server")
 
@@ -28,6 +29,9 @@ def is_heavy(promise: Promise) -> bool:
     result = promise.result
     if promise.kept is not None or not codec.has_protobuf(type(result)):
         return False
+    if isinstance(result, ForwardBackwardOutput):
+        tensors = (tensor for output in result.loss_fn_outputs for tensor in output.values())
+        return sum(tensor.values.size for tensor in tensors) > OFF_LOOP_VALUES
     if not isinstance(result, SampleResponse) or result.target_prompt_logprobs or result.prompt_alt_tokens:
         return True
     tables = [result.topk_prompt_logprobs_np, *(sequence.topk_logprobs_np for sequence in result.sequences)]

@@ -87,6 +87,8 @@ MIGRATIONS = (
 
 DATABASE = "tinkex.sqlite3"
 """The file of a data directory that holds its facts."""
+KNOWN_SAMPLERS = 10_000
+"""Samplers that are remembered beside the database."""
 LOCAL_OWNER = "local"
 """Who owns what is made on an open server, or with the key that a server was started with."""
 
@@ -160,6 +162,7 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._root = path.parent  # checkpoints are recorded relative to it, so that the directory can be moved
         self._lock = threading.Lock()
+        self._samplers: dict[str, Sampler] = {}
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode=WAL")
@@ -301,21 +304,30 @@ class Store:
             },
             replace=True,
         )
+        self._samplers.pop(sampler.sampler_id, None)
+
+    def known_sampler(self, sampler_id: str) -> Sampler | None:
+        """A sampler that was asked for before, without a look at the database: for the event loop."""
+        return self._samplers.get(sampler_id)
 
     def sampler(self, sampler_id: str) -> Sampler | None:
         """A sampler of this or an earlier life of the server."""
-        row = self._one("SELECT * FROM samplers WHERE sampler_id = ?", sampler_id)
-        if row is None:
-            return None
-        return Sampler(
-            row["sampler_id"],
-            row["session_id"],
-            row["base_model"],
-            row["model_path"],
-            bool(row["is_snapshot"]),
-            row["owner"],
-            row["model_id"],
-        )
+        with self._lock:
+            row = self._db.execute("SELECT * FROM samplers WHERE sampler_id = ?", (sampler_id,)).fetchone()
+            if row is None:
+                return None
+            if len(self._samplers) >= KNOWN_SAMPLERS:
+                self._samplers.clear()
+            self._samplers[sampler_id] = sampler = Sampler(
+                row["sampler_id"],
+                row["session_id"],
+                row["base_model"],
+                row["model_path"],
+                bool(row["is_snapshot"]),
+                row["owner"],
+                row["model_id"],
+            )
+            return sampler
 
     def join_sampler(self, sampler_id: str) -> int:
         """The number of one more client of a sampler: 1, 2, …, and none twice, in any life of the server."""

@@ -282,17 +282,26 @@ async def _enforce(state: State, live: LiveRun, number: int) -> None:
         for promise in wanted:
             await promise.done.wait()
         await asyncio.to_thread(_write_results, written / "results.log", wanted)
-        written.rename(final)
-        sync_directory(directory)
+        await asyncio.to_thread(_put_in_force, written, final)
     except (OSError, EngineError):
         logger.exception("the state of %s could not be put on disk; its journal stays", live.run.model_id)
         return
     for key in covered:
         if key in live.recent and live.recent[key].read:
             del live.recent[key]
+    await asyncio.to_thread(_drop_states, directory, number)
     journal.drop_until(number)
+
+
+def _put_in_force(written: Path, final: Path) -> None:
+    written.rename(final)
+    sync_directory(final.parent)
+
+
+def _drop_states(directory: Path, number: int) -> None:
+    """Delete the states before one."""
     for old in directory.glob("state-*"):
-        if old != final and _number_of(old) < number:
+        if _number_of(old) < number:
             shutil.rmtree(old, ignore_errors=True)
 
 

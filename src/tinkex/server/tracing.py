@@ -1,0 +1,74 @@
+"""OpenTelemetry on the server, for who uses it: a span for each request, in the trace that its headers name.
+
+Where the spans go is set up outside, as for any program: `opentelemetry-instrument tinkex serve` does it from the
+OTEL_ variables. Without the package, or when nothing says that spans are wanted, nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tinkex import otel
+from tinkex.errors import ConfigurationError
+from tinkex.protocol import PREFIX, Operation
+from tinkex.redaction import Scrubber
+
+
+def is_wanted(variables: Mapping[str, str]) -> bool:
+    """Whether the environment asks for spans: something of OpenTelemetry's is set, and does not switch it off."""
+    named = {name: value.strip().lower() for name, value in variables.items() if name.startswith("OTEL_")}
+    return bool(named) and named.get("OTEL_SDK_DISABLED") != "true" and named.get("OTEL_TRACES_EXPORTER") != "none"
+
+
+class Tracing:
+    """Makes the spans.
+
+    Args:
+        tracer: An OpenTelemetry tracer; by default the global one of "tinkex.server".
+
+    Raises:
+        ConfigurationError: OpenTelemetry is not installed.
+    """
+
+    def __init__(self, tracer: Any = None) -> None:
+        if not otel.is_available():
+            raise ConfigurationError("OpenTelemetry is not installed", hint='pip install "tinkex[otel]"')
+        from opentelemetry import context, trace
+
+        self._api, self._context = trace, context
+        self._tracer = trace.get_tracer("tinkex.server") if tracer is None else tracer
+        self._scrubber = Scrubber()
+
+    @contextlib.contextmanager
+    def request(self, op: Operation, headers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        """A span around a request. What is put into the dictionary is told with it: owner, status, request_id."""
+        attached = otel.extract(headers)
+        route = f"{PREFIX}/{op.path}"
+        told: dict[str, Any] = {}
+        try:
+            span = self._tracer.start_span(
+                f"{op.method} {route}",
+                kind=self._api.SpanKind.SERVER,
+                attributes={"http.request.method": op.method, "http.route": route, "tinkex.operation": op.name},
+            )
+            current = self._context.attach(self._api.set_span_in_context(span))
+            try:
+                yield told
+            finally:
+                self._context.detach(current)
+                self._end(span, told)
+        finally:
+            otel.release(attached)
+
+    def _end(self, span: Any, told: Mapping[str, Any]) -> None:
+        status = told.get("status")
+        if status is not None:
+            span.set_attribute("http.response.status_code", status)
+        for name in ("owner", "request_id"):
+            if told.get(name) is not None:
+                span.set_attribute(f"tinkex.{name}", self._scrubber.text(str(told[name])))
+        if status is None or status >= 500:  # nothing was answered, or that the server failed
+            span.set_status(self._api.Status(self._api.StatusCode.ERROR))
+        span.end()
