@@ -285,6 +285,9 @@ def test_what_happens_is_told_on_the_bus_and_to_the_callback(world: World) -> No
             client = service.create_lora_training_client("fake", rank=4, user_metadata={"who": "me"})
             with tinkex.resilient(client, every=2, policy=policy) as trainer:
                 loop(trainer, 2)
+                deadline = time.monotonic() + 10
+                while not str(trainer.checkpoint).endswith("-2") and time.monotonic() < deadline:
+                    time.sleep(0.01)  # it is saved in the background
                 checkpoint = trainer.checkpoint
                 world.unload(trainer)
                 loop(trainer, 1)
@@ -480,5 +483,6 @@ async def test_a_journal_that_was_closed_meanwhile_does_not_end_the_writing_of_o
         await asyncio.wait_for(committer.write(closed, b"lost"), 10)
     await asyncio.wait_for(committer.write(other, b"kept"), 10)
     committer.stop()
+    other.close()
     assert not (tmp_path / "a").exists()
     assert (tmp_path / "b").read_bytes() == b"kept"

@@ -140,7 +140,7 @@ def alike(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         return isinstance(found, list) and len(found) == len(wanted) and all(map(alike, found, wanted))
     if isinstance(wanted, float):
-        return isinstance(found, float) and found == pytest.approx(wanted, abs=1e-6)
+        return isinstance(found, float) and found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
     return bool(found == wanted)
 
 

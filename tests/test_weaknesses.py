@@ -670,7 +670,11 @@ def test_w18_errors_survive_pickling(faulty: FaultyServer, configured: Callable[
     """Every class that can be raised, and one that was."""
     kinds = {kind for name in tinkex.__all__ if inspect.isclass(kind := getattr(tinkex, name))}
     errors: list[Any] = [tinkex.RequestFailedError("what", "r1", "user", hint="do this")]
-    kinds -= {tinkex.RequestFailedError}
+    errors += [
+        tinkex.RecoveryError("what", "exhausted", hint="do this"),
+        tinkex.DownloadError("what", "refused", hint="do"),
+    ]
+    kinds -= {type(error) for error in errors}
     errors += [kind("what", hint="do this") for kind in kinds if issubclass(kind, tinkex.TinkerError)]
     assert len(errors) > 12
     configured(timeout=0.2, max_retries=0)
