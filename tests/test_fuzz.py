@@ -92,7 +92,13 @@ class CheckedEngine(FakeEngine):
         return super().optim_step(adapter, params)
 
     def sample_start(
-        self, job: str, sampler: str, request: SampleRequest, seed: int, listener: Listener | None = None
+        self,
+        job: str,
+        sampler: str,
+        request: SampleRequest,
+        seed: int,
+        listener: Listener | None = None,
+        owner: str = "",
     ) -> None:
         if not request.prompt.is_text:
             raise EngineError("prompt: only text is supported")
@@ -103,7 +109,7 @@ class CheckedEngine(FakeEngine):
             raise EngineError("max_tokens and the prompt exceed the context window of 64")
         if request.prompt_logprobs_last_n is not None and request.prompt_logprobs_last_n < 1:
             raise EngineError("prompt_logprobs_last_n must be at least 1")
-        super().sample_start(job, sampler, request, seed, listener)
+        super().sample_start(job, sampler, request, seed, listener, owner)
 
 
 @dataclass(frozen=True)

@@ -246,9 +246,11 @@ def test_only_streams_have_their_tokens_gathered(serve: Callable[..., Wire]) -> 
     listeners: list[Any] = []
 
     class Spy(FakeEngine):
-        def sample_start(self, job: str, sampler: str, request: Any, seed: int, listener: Any = None) -> None:
+        def sample_start(
+            self, job: str, sampler: str, request: Any, seed: int, listener: Any = None, owner: str = ""
+        ) -> None:
             listeners.append(listener)
-            super().sample_start(job, sampler, request, seed, listener)
+            super().sample_start(job, sampler, request, seed, listener, owner)
 
     wire = serve(Spy())
     sampler = sampler_of(wire)

@@ -416,3 +416,23 @@ def test_rows_with_different_settings_are_chosen_together() -> None:
         token, logprob = choose(logits[row : row + 1], numbers[row : row + 1], params[row : row + 1])
         assert token == tokens[row]
         assert torch.equal(logprob[0], logprobs[row])
+
+
+def test_owners_take_turns_where_there_is_no_room_for_all(checkpoint: Checkpoint) -> None:
+    """Twenty jobs of one owner do not keep another's single job waiting."""
+    engine = TorchEngine({"m": checkpoint("llama")})
+    engine._sampler = Sampler(Limits(max_rows=2))
+    engine.load_sampler("s", "m", None)
+    request = SampleRequest(
+        prompt=ModelInput.from_ints([3, 4, 5]), sampling_params=SamplingParams(max_tokens=4, stop=[]), num_samples=1
+    )
+    for index in range(20):
+        engine.sample_start(f"many{index}", "s", request, index, owner="many")
+    engine.sample_step()
+    engine.sample_start("one", "s", request, 0, owner="one")
+    order: list[str] = []
+    while engine.sampling():
+        order += [done.job for done in engine.sample_step()]
+    assert order.index("one") <= 4
+    assert [name for name in order if name != "one"] == [f"many{index}" for index in range(20)]
+    assert not engine._sampler._names

@@ -161,9 +161,17 @@ class Engine(Protocol):
         """Forget a sampler once its jobs have ended; unknown names are ignored."""
 
     def sample_start(
-        self, job: str, sampler: str, request: SampleRequest, seed: int, listener: Listener | None = None
+        self,
+        job: str,
+        sampler: str,
+        request: SampleRequest,
+        seed: int,
+        listener: Listener | None = None,
+        owner: str = "",
     ) -> None:
         """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided.
+
+        Where there is no room for all, owners take turns.
 
         A listener is told of the job's tokens as they are drawn; nothing is gathered for jobs without one.
         """

@@ -210,7 +210,13 @@ class FakeEngine:
         self._samplers.pop(sampler, None)
 
     def sample_start(
-        self, job: str, sampler: str, request: SampleRequest, seed: int, listener: Listener | None = None
+        self,
+        job: str,
+        sampler: str,
+        request: SampleRequest,
+        seed: int,
+        listener: Listener | None = None,
+        owner: str = "",
     ) -> None:
         """Admit a sampling job."""
         self._enter("sample_start", job)

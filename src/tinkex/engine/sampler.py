@@ -2,8 +2,9 @@
 
 A step decodes one token of every row and runs a chunk of prompts beside it; a new job joins at the next step. Keys and
 values lie in a bounded number of blocks. Samples of one prompt share its blocks, and so do jobs whose prompts begin
-alike under the same weights, also when they come later. Jobs are admitted in the order they came and wait while there
-is no room; when the room ends in the middle, the youngest sample is put back, keeps its tokens, and is fed them again.
+alike under the same weights, also when they come later. Jobs wait while there is no room; those of an owner are
+admitted in the order they came, and owners in turn, so that each gets its share. When the room ends in the middle, the
+youngest sample is put back, keeps its tokens, and is fed them again.
 
 What a job gives depends on that job alone: random numbers are counted (see `choices`), and on a CPU neighbours change
 no bit of a row (see `decoding`).
@@ -27,6 +28,7 @@ from tinkex.engine.choices import choose, uniforms
 from tinkex.engine.decoding import Decoding, Piece, Prefill, Row, SlabDecoding, StaticDecoding, put
 from tinkex.engine.jobs import Job, Sample
 from tinkex.engine.mixtures import Mixture, Products, padded
+from tinkex.engine.turns import Shares
 from tinkex.types.sampling import TopkLogprobs
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class _Running:
 
     name: str
     job: Job
+    owner: str
     blocks: list[int]
     done: int
     waiting: list[Sample]
@@ -100,18 +103,18 @@ class Runner:
         self._decoding: Decoding = (
             StaticDecoding(model, self._pool) if static else SlabDecoding(model, self._pool, self._products)
         )
-        self._queue: deque[tuple[str, Job]] = deque()
+        self._queues: dict[str, deque[tuple[str, Job]]] = {}
+        """By owner, the jobs that wait."""
+        self._returned: deque[tuple[str, Job, str]] = deque()
+        """Jobs that were put back, with their owners; they come first."""
+        self._shares = Shares()
         self._running: list[_Running] = []
-
-    def names(self) -> list[str]:
-        """The jobs here."""
-        return [name for name, _ in self._queue] + [running.name for running in self._running]
 
     def busy(self) -> bool:
         """Whether any job is unfinished."""
-        return bool(self._queue or self._running)
+        return bool(self._queues or self._returned or self._running)
 
-    def start(self, name: str, job: Job) -> None:
+    def start(self, name: str, job: Job, owner: str) -> None:
         """Queue a job; one that would not fit if it were alone is refused."""
         end = job.prompt.size + max(0, job.limit - 1)
         needed = blocks_for(job.prompt.size) + blocks_for(end) - job.prompt.size // BLOCK
@@ -120,7 +123,7 @@ class Runner:
                 f"a prompt of {job.prompt.size} tokens and {job.limit} more need {needed} blocks of {BLOCK} positions; "
                 f"the cache of this server has {self._blocks.count}"
             )
-        self._queue.append((name, job))
+        self._queues.setdefault(owner, deque()).append((name, job))
 
     def step(self) -> list[SampleDone]:
         """Decode a token of every row, then run a chunk of prompts."""
@@ -132,7 +135,11 @@ class Runner:
 
     def cancel(self, name: str) -> None:
         """Drop a job."""
-        self._queue = deque(item for item in self._queue if item[0] != name)
+        self._returned = deque(item for item in self._returned if item[0] != name)
+        for owner, queue in list(self._queues.items()):
+            if any(waiting == name for waiting, _ in queue):
+                self._queues[owner] = deque(item for item in queue if item[0] != name)
+                self._forget_empty(owner)
         for running in [running for running in self._running if running.name == name]:
             self._remove(running)
 
@@ -186,7 +193,7 @@ class Runner:
     def _put_back(self, running: _Running) -> None:
         """Back to the head of the queue: its tokens are kept, its prompt will be run again."""
         self._remove(running)
-        self._queue.appendleft((running.name, running.job))
+        self._returned.appendleft((running.name, running.job, running.owner))
 
     def _unseat(self, running: _Running, sample: Sample, *, again: bool = True) -> None:
         assert sample.row is not None
@@ -268,7 +275,7 @@ class Runner:
             if budget and not running.ready and running.error is None:
                 chunk.append((running, self._piece(running, budget)))
                 budget -= chunk[-1][1].stop - chunk[-1][1].start
-        while budget and self._queue and (admitted := self._admit()) is not None:
+        while budget and (self._queues or self._returned) and (admitted := self._admit()) is not None:
             chunk.append((admitted, self._piece(admitted, budget)))
             budget -= chunk[-1][1].stop - chunk[-1][1].start
         if not chunk:
@@ -280,8 +287,8 @@ class Runner:
             _fail([running for running, _ in chunk], error)
 
     def _admit(self) -> _Running | None:
-        """Take the first job of the queue in, if there is room for its prompt and for each row to grow by a block."""
-        name, job = self._queue[0]
+        """Take the job whose turn it is in, if there is room for its prompt and for each row to grow by a block."""
+        name, job, owner = self._returned[0] if self._returned else self._first()
         seated = sum(len(running.rows) for running in self._running)
         if seated + sum(len(running.waiting) for running in self._running) >= self._limits.max_rows:
             return None
@@ -291,11 +298,26 @@ class Runner:
         if self._blocks.free < needed + seated:
             self._blocks.release(blocks)
             return None
-        self._queue.popleft()
+        if self._returned:
+            self._returned.popleft()
+        else:
+            self._queues[owner].popleft()
+            self._shares.charge(owner, job.prompt.size + len(job.samples) * job.limit)
+            self._forget_empty(owner)
         waiting = [sample for sample in job.samples if sample.stop_reason is None]
-        running = _Running(name, job, blocks + self._blocks.take(needed), len(blocks) * BLOCK, waiting)
+        running = _Running(name, job, owner, blocks + self._blocks.take(needed), len(blocks) * BLOCK, waiting)
         self._running.append(running)
         return running
+
+    def _first(self) -> tuple[str, Job, str]:
+        """The first job of the owner who has had least."""
+        self._shares.note(self._queues.keys())
+        owner = self._shares.first(self._queues)
+        return *self._queues[owner][0], owner
+
+    def _forget_empty(self, owner: str) -> None:
+        if not self._queues[owner]:
+            del self._queues[owner]
 
     def _piece(self, running: _Running, budget: int) -> Piece:
         """The next part of a prompt. Full blocks are shared at once: who finds them attends after they are written."""
@@ -375,25 +397,31 @@ class Sampler:
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
         self._runners: dict[int, Runner] = {}
+        self._names: set[str] = set()
 
-    def start(self, name: str, job: Job) -> None:
+    def start(self, name: str, job: Job, owner: str = "") -> None:
         """Admit a job."""
-        if any(name in runner.names() for runner in self._runners.values()):
+        if name in self._names:
             raise EngineError(f"there is a sampling job {name!r} already")
         model = job.source.model
         if id(model) not in self._runners:
             self._runners[id(model)] = Runner(model, self._limits)
-        self._runners[id(model)].start(name, job)
+        self._runners[id(model)].start(name, job, owner)
+        self._names.add(name)
 
     def step(self) -> list[SampleDone]:
         """Advance every job by a step; one that fails does not disturb the others."""
         with torch.inference_mode():
-            return [done for runner in self._runners.values() if runner.busy() for done in runner.step()]
+            ended = [done for runner in self._runners.values() if runner.busy() for done in runner.step()]
+        self._names -= {done.job for done in ended}
+        return ended
 
     def cancel(self, name: str) -> None:
         """Drop a job; unknown names are ignored."""
-        for runner in self._runners.values():
-            runner.cancel(name)
+        if name in self._names:
+            self._names.remove(name)
+            for runner in self._runners.values():
+                runner.cancel(name)
 
     def busy(self) -> bool:
         """Whether any job is unfinished."""

@@ -210,13 +210,19 @@ class TorchEngine:
         self._frozen.pop(sampler, None)
 
     def sample_start(
-        self, job: str, sampler: str, request: SampleRequest, seed: int, listener: Listener | None = None
+        self,
+        job: str,
+        sampler: str,
+        request: SampleRequest,
+        seed: int,
+        listener: Listener | None = None,
+        owner: str = "",
     ) -> None:
         """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided."""
         source = self._samplers.get(sampler)
         if source is None:
             raise EngineError(f"there is no sampler {sampler!r}")
-        self._sampler.start(job, Job(source, request, seed, listener))
+        self._sampler.start(job, Job(source, request, seed, listener), owner)
 
     def sample_step(self) -> Sequence[SampleDone]:
         """Advance the jobs by one step (one token each, or one prefill) and return those that ended."""

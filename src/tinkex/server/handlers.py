@@ -581,7 +581,8 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
             promise = state.promises.add(request_id, call.digest, sampler.session_id, target, cancel)
 
             async def drawing(seed: int) -> SampleResponse:
-                return await metered(state, call, sampler, request, draw(state, request_id, source, request, seed))
+                drawing = draw(state, request_id, source, request, seed, owner=call.owner)
+                return await metered(state, call, sampler, request, drawing)
 
             await take_sample(state, promise, call, request, drawing)
     elif known is not None and known.recorded is not None:
@@ -600,7 +601,8 @@ async def stream_sample(state: State, call: Call) -> SampleStream:
     job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
 
     def start(listener: Listener) -> Awaitable[SampleResponse]:
-        return metered_stream(state, call, sampler, request, draw(state, job, source, request, listener=listener))
+        drawing = draw(state, job, source, request, listener=listener, owner=call.owner)
+        return metered_stream(state, call, sampler, request, drawing)
 
     return SampleStream(start, lambda: state.worker.cancel(job), state.limits.quiet_seconds)
 

@@ -75,6 +75,8 @@ async def draw(
     request: SampleRequest,
     seed: int | None = None,
     listener: Listener | None = None,
+    *,
+    owner: str,
 ) -> SampleResponse:
     """Queue the loading of weights that are not there yet, then the sample, without a pause between the two.
 
@@ -84,7 +86,7 @@ async def draw(
     loading = load(state, source) if source.is_loadable else None
     try:
         return await state.worker.sample(
-            job, source.name, request, secrets.randbits(63) if seed is None else seed, listener
+            job, source.name, request, secrets.randbits(63) if seed is None else seed, listener, owner
         )
     except EngineError:
         if loading is not None and loading.done() and (error := loading.exception()) is not None:

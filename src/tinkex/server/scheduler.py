@@ -166,12 +166,18 @@ class Worker:
         return future
 
     def sample(
-        self, job: str, sampler: str, request: SampleRequest, seed: int, listener: Listener | None = None
+        self,
+        job: str,
+        sampler: str,
+        request: SampleRequest,
+        seed: int,
+        listener: Listener | None = None,
+        owner: str = "",
     ) -> asyncio.Future[SampleResponse]:
         """Queue a sampling job. A listener is called on the event loop, for the last time before the job is done."""
         assert self._loop is not None, "the worker has not been started"
         done: asyncio.Future[SampleResponse] = self._loop.create_future()
-        admitted = self.run(self._admit, job, sampler, request, seed, done, listener)
+        admitted = self.run(self._admit, job, sampler, request, seed, done, listener, owner)
         admitted.add_done_callback(lambda future: _pass_failure(future, done))
         return done
 
@@ -206,10 +212,11 @@ class Worker:
         seed: int,
         done: asyncio.Future[SampleResponse],
         listener: Listener | None,
+        owner: str,
     ) -> None:
         if job in self._cancelled:
             raise EngineError(CANCELLED)
-        self.engine.sample_start(job, sampler, request, seed, self._relay(listener) if listener else None)
+        self.engine.sample_start(job, sampler, request, seed, self._relay(listener) if listener else None, owner)
         self._samples[job] = done
 
     def _relay(self, listener: Listener) -> Listener:
