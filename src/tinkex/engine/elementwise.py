@@ -1,7 +1,6 @@
 """The operations between matrix products: norms, rotations, gates. Each goes over memory once, forward and backward.
 
-On a CPU that takes a few operations in place, with gradients by hand. On an accelerator it is a kernel: one of
-`kernels.py`, or compiled from the plain formula, in float32 inside, when first used, for any number of tokens.
+On a CPU that takes a few operations in place, with gradients by hand; on an accelerator a kernel of `kernels.py` each.
 
 Axes: T packed tokens, D hidden, H query heads, G key/value heads, C channels of a head, N outputs of a linear layer,
 F mlp (N = 2 F).
@@ -11,34 +10,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-T = TypeVar("T")
 logger = logging.getLogger("tinkex.engine")
-
-
-def compiled(function: Callable[..., T]) -> Callable[..., T]:
-    """A function of tensors on an accelerator as one kernel, made when it is first called."""
-    kernel: Callable[..., T] | None = None
-
-    @functools.wraps(function)
-    def call(*args: Any) -> T:
-        nonlocal kernel
-        if kernel is not None:
-            return kernel(*args)
-        kernel = torch.compile(function, dynamic=True)
-        try:
-            return kernel(*args)
-        except Exception:
-            logger.warning("%s cannot be compiled here, and will be slow", function.__name__, exc_info=True)
-            kernel = function
-            return function(*args)
-
-    return call
 
 
 @functools.cache
@@ -78,16 +55,23 @@ def add_norm(
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    if x.is_cuda:
-        return _norm_formula(x, weight, eps)
+    if (fused := kernels_for(x)) is not None and _fits(x):
+        out: torch.Tensor = fused.norm_forward(x, weight, eps)
+        return out
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def _fits(x: torch.Tensor) -> bool:
+    """Whether the kernels take it: rows in one piece, and not too long."""
+    return x.dim() == 2 and x.is_contiguous() and x.shape[1] <= 16384
 
 
 def _summed_normed(
     x: torch.Tensor, share: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if x.is_cuda:
-        return _add_norm_formula(x, share, weight, eps)
+    if (fused := kernels_for(x)) is not None and _fits(x):
+        summed, normed = fused.add_norm_forward(x, share, weight, eps)
+        return summed, normed
     summed = x + share
     return summed, _normed(summed, weight, eps)
 
@@ -104,42 +88,6 @@ def _norm_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps:
     return g.mul_(scale).addcmul_(x, pull, value=-1)
 
 
-def _norm_plain(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
-
-
-def _norm_gradient_plain(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide, g = x.float(), dy.float() * weight.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return scale * (g - wide * (scale.square() * (g * wide).mean(-1, keepdim=True)))
-
-
-@compiled
-def _norm_formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _norm_plain(x, weight, eps)
-
-
-@compiled
-def _norm_gradient_formula(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _norm_gradient_plain(dy, x, weight, eps).to(x.dtype)
-
-
-@compiled
-def _add_norm_formula(
-    x: torch.Tensor, share: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    summed = x + share
-    return summed, _norm_plain(summed, weight, eps)
-
-
-@compiled
-def _add_norm_gradient_formula(
-    dsummed: torch.Tensor, dy: torch.Tensor, summed: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    return (dsummed.float() + _norm_gradient_plain(dy, summed, weight, eps)).to(summed.dtype)
-
-
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -150,8 +98,9 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        gradient = _norm_gradient_formula if x.is_cuda else _norm_gradient
-        return gradient(grads[0], x, weight, ctx.eps), None, None
+        if (fused := kernels_for(x)) is not None and _fits(x):
+            return fused.norm_backward(None, grads[0], x, weight, ctx.eps), None, None
+        return _norm_gradient(grads[0], x, weight, ctx.eps), None, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -167,8 +116,8 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         summed, weight = ctx.saved_tensors
-        if summed.is_cuda:
-            dx = _add_norm_gradient_formula(grads[0], grads[1], summed, weight, ctx.eps)
+        if (fused := kernels_for(summed)) is not None and _fits(summed):
+            dx = fused.norm_backward(*grads, summed, weight, ctx.eps)
         else:
             dx = _norm_gradient(grads[1], summed, weight, ctx.eps).add_(grads[0])
         return dx, dx, None, None

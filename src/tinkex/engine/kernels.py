@@ -247,3 +247,129 @@ def _tiles(heads: int, groups: int, channels: int, normed: bool) -> dict[str, ob
         "HALF": channels // 2,
         "NORM": normed,
     }
+
+
+# ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _norm_forward(x, share, weight, summed, out, D, eps, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < D
+    kind = out.dtype.element_ty
+    value = tl.load(x + row * D + at, mask=inside, other=0.0)
+    if ADD:
+        value = (value.to(tl.float32) + tl.load(share + row * D + at, mask=inside, other=0.0).to(tl.float32)).to(kind)
+        tl.store(summed + row * D + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / D + eps)
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * D + at, (wide * scale * w).to(kind), mask=inside)
+
+
+@triton.jit
+def _norm_backward(dsummed, dy, x, weight, out, D, eps, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < D
+    wide = tl.load(x + row * D + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(dy + row * D + at, mask=inside, other=0.0).to(tl.float32)
+    g *= tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / D + eps)
+    pull = scale * scale * tl.sum(g * wide, axis=0) / D
+    dx = scale * (g - wide * pull)
+    if ADD:
+        dx += tl.load(dsummed + row * D + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * D + at, dx.to(out.dtype.element_ty), mask=inside)
+
+
+def norm_forward(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm."""
+    out = torch.empty_like(x_TD)
+    _norm_forward[(x_TD.shape[0],)](x_TD, x_TD, weight_D, x_TD, out, x_TD.shape[1], eps, **_row(x_TD), ADD=False)
+    return out
+
+
+def add_norm_forward(
+    x_TD: torch.Tensor, share_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sum, and its norm."""
+    summed, out = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    _norm_forward[(x_TD.shape[0],)](
+        x_TD, share_TD.contiguous(), weight_D, summed, out, x_TD.shape[1], eps, **_row(x_TD), ADD=True
+    )
+    return summed, out
+
+
+def norm_backward(
+    dsummed_TD: torch.Tensor | None, dy_TD: torch.Tensor, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """The gradient by what was normed, and what comes through the sum besides, if there was one."""
+    out = torch.empty_like(x_TD)
+    added = x_TD if dsummed_TD is None else dsummed_TD.contiguous()
+    _norm_backward[(x_TD.shape[0],)](
+        added,
+        dy_TD.contiguous(),
+        x_TD,
+        weight_D,
+        out,
+        x_TD.shape[1],
+        eps,
+        **_row(x_TD),
+        ADD=dsummed_TD is not None,
+    )
+    return out
+
+
+def _row(x_TD: torch.Tensor) -> dict[str, object]:
+    block = triton.next_power_of_2(x_TD.shape[1])
+    return {"BLOCK": block, "num_warps": max(1, min(16, block // 512))}
+
+
+# ── the head ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+HEAD_BLOCK = 4096
+
+
+@triton.jit
+def _log_sums(logits, out, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(logits + row * V + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(highest, value)
+        # A lane that has seen nothing but -inf adds nothing, and -inf less -inf is no number.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - base) + tl.exp(value - base)
+        highest = higher
+    top = tl.max(highest, axis=0)
+    tl.store(out + row, top + tl.log(tl.sum(total * tl.exp(highest - top), axis=0)))
+
+
+@triton.jit
+def _softmax_gradient(logits, sums, row_grad, out, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < V
+    value = tl.load(logits + row * V + at, mask=inside, other=0.0).to(tl.float32)
+    grad = -tl.exp(value - tl.load(sums + row)) * tl.load(row_grad + row)
+    tl.store(out + row * V + at, grad.to(out.dtype.element_ty), mask=inside)
+
+
+def log_sums(logits_TV: torch.Tensor) -> torch.Tensor:
+    """The logarithm of the sum of exponentials of each row, in one pass over it."""
+    out = torch.empty(logits_TV.shape[0], 1, dtype=torch.float32, device=logits_TV.device)
+    _log_sums[(logits_TV.shape[0],)](logits_TV, out, logits_TV.shape[1], BLOCK=HEAD_BLOCK, num_warps=8)
+    return out
+
+
+def softmax_gradient(logits_TV: torch.Tensor, sums_T1: torch.Tensor, row_grad_T1: torch.Tensor) -> torch.Tensor:
+    """Less softmax times a number for each row."""
+    rows, vocab = logits_TV.shape
+    out = torch.empty_like(logits_TV)
+    grid = (rows, triton.cdiv(vocab, HEAD_BLOCK))
+    _softmax_gradient[grid](logits_TV, sums_T1, row_grad_T1.float(), out, vocab, BLOCK=HEAD_BLOCK, num_warps=8)
+    return out

@@ -24,7 +24,7 @@ import torch
 from tinkex.engine import ADAMW, EngineError, PassDone
 from tinkex.engine.attention import PackedAttention, soft_cap_slope
 from tinkex.engine.decoder import Decoder, cap_logits, hidden_states
-from tinkex.engine.elementwise import compiled
+from tinkex.engine.elementwise import kernels_for
 from tinkex.engine.lora import Factors, Layout, Linear
 from tinkex.engine.losses import Examples, Room
 from tinkex.engine.mixture import ROWS, Mixture, Span
@@ -288,15 +288,15 @@ def run(chosen: Sequence[tuple[Pass, list[int]]]) -> Iterator[tuple[Pass, Except
         attend = PackedAttention(packed.runs, model.attention, packed.device)
         hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, attend, mixture)
         logprobs_M = target_logprobs(model, hidden_TD, packed.rows_M, packed.targets_M, mixture)
-        grads: list[torch.Tensor] = []
-        for (work, piece), part in zip(chosen, torch.split(logprobs_M.detach(), packed.sizes), strict=True):
-            grad, error = _evaluate(work, piece, part)
-            grads.append(torch.zeros_like(part) if grad is None else grad)
-            outcomes.append((work, error))
-        if wants_gradient and any(error is None for _, error in outcomes):
+        parts = torch.split(logprobs_M.detach(), packed.sizes)
+        losses = [_evaluate(work, piece, part) for (work, piece), part in zip(chosen, parts, strict=True)]
+        if wants_gradient and not all(isinstance(loss, EngineError) for loss in losses):
+            grads = [_gradient(loss, part) for loss, part in zip(losses, parts, strict=True)]
             logprobs_M.backward(torch.cat(grads))  # type: ignore[no-untyped-call]
-    for work, _ in chosen:
+    # Looked at only now, since that waits for the device: what is wrong with a piece never reaches another's tokens.
+    for (work, piece), part, loss in zip(chosen, parts, losses, strict=True):
         work.left -= 1
+        outcomes.append((work, loss if isinstance(loss, EngineError) else _put(work, piece, part, loss)))
     yield from outcomes
 
 
@@ -308,16 +308,29 @@ def _span(work: Pass, rows: tuple[int, int]) -> Span:
     return Span(*rows, work.adapter.factors(), work.adapter.layout.factors(work.scratch))
 
 
-def _evaluate(work: Pass, piece: list[int], logprobs_M: torch.Tensor) -> tuple[torch.Tensor | None, EngineError | None]:
+def _evaluate(work: Pass, piece: list[int], logprobs_M: torch.Tensor) -> Evaluated | EngineError:
     """The loss of a piece and its gradient by the log-probabilities; what is wrong with it concerns its pass alone."""
     try:
-        evaluated = work.objective.evaluate(logprobs_M, work.examples, piece, backward=work.backward)
-        work.results.put(piece, logprobs_M, evaluated)
-        if evaluated.grad_M is not None:
-            _check_finite("gradient of the loss", evaluated.grad_M.cpu().numpy(), work.results.starts, piece)
+        return work.objective.evaluate(logprobs_M, work.examples, piece, backward=work.backward)
     except EngineError as error:
-        return None, error
-    return evaluated.grad_M, None
+        return error
+
+
+def _gradient(loss: Evaluated | EngineError, logprobs_M: torch.Tensor) -> torch.Tensor:
+    if isinstance(loss, EngineError) or loss.grad_M is None:
+        return torch.zeros_like(logprobs_M)
+    return loss.grad_M
+
+
+def _put(work: Pass, piece: list[int], logprobs_M: torch.Tensor, loss: Evaluated) -> EngineError | None:
+    """Store the results of a piece, if they are numbers."""
+    try:
+        work.results.put(piece, logprobs_M, loss)
+        if loss.grad_M is not None:
+            _check_finite("gradient of the loss", loss.grad_M.cpu().numpy(), work.results.starts, piece)
+    except EngineError as error:
+        return error
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,8 +543,8 @@ class Scored:
     @classmethod
     def of(cls, logits_TV: torch.Tensor) -> Scored:
         """Sum in float32 at least."""
-        sums = _log_sum_formula if logits_TV.is_cuda else _log_sum
-        return cls(logits_TV, sums(logits_TV))
+        fused = kernels_for(logits_TV)
+        return cls(logits_TV, _log_sum(logits_TV) if fused is None else fused.log_sums(logits_TV))
 
     def at(self, rows_M: torch.Tensor, targets_M: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of targets."""
@@ -552,22 +565,18 @@ class Scored:
         theirs_M.index_add_(0, back_M, grad_M)
         rows, targets = places_M // self.logits_TV.shape[1], places_M % self.logits_TV.shape[1]
         theirs_M -= self.at(rows, targets).exp() * row_grad_T1[rows, 0]
-        dlogits_TV = _softmax_gradient_formula(self.logits_TV, self.sums_T1, row_grad_T1)
+        dlogits_TV = self._softmax_gradient(row_grad_T1)
         return dlogits_TV.index_put_((rows, targets), theirs_M.to(dlogits_TV.dtype))
+
+    def _softmax_gradient(self, row_grad_T1: torch.Tensor) -> torch.Tensor:
+        if (fused := kernels_for(self.logits_TV)) is not None:
+            gradient: torch.Tensor = fused.softmax_gradient(self.logits_TV, self.sums_T1, row_grad_T1)
+            return gradient
+        return (-torch.exp(self.logits_TV.float() - self.sums_T1) * row_grad_T1).to(self.logits_TV.dtype)
 
 
 def _log_sum(logits_TV: torch.Tensor) -> torch.Tensor:
     return torch.logsumexp(logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)), -1, keepdim=True)
-
-
-_log_sum_formula = compiled(_log_sum)
-
-
-@compiled
-def _softmax_gradient_formula(
-    logits_TV: torch.Tensor, sums_T1: torch.Tensor, row_grad_T1: torch.Tensor
-) -> torch.Tensor:
-    return (-torch.exp(logits_TV.float() - sums_T1) * row_grad_T1).to(logits_TV.dtype)
 
 
 def log_softmax(logits_TV: torch.Tensor) -> torch.Tensor:
