@@ -917,3 +917,12 @@ def test_an_internal_fault_says_little(wire: Wire, monkeypatch: pytest.MonkeyPat
     heard = wire.send("get_server_capabilities", method="GET")
     assert heard.status == 500
     assert heard.json == {"detail": "internal error: RuntimeError"}
+
+
+def test_a_number_that_is_too_far_ahead_is_refused_and_the_run_goes_on(wire: Wire) -> None:
+    model = wire.model()
+    heard = wire.send("forward_backward", pass_json(model, 2**40))
+    assert heard.status == 400
+    assert "too far ahead" in heard.json["detail"]
+    assert "seq_id" in heard.json["detail"]
+    assert "loss_fn_outputs" in wire.run("forward_backward", pass_json(model, 1))

@@ -453,3 +453,38 @@ def test_a_server_that_stops_does_not_wait_for_what_waits_for_a_request_that_can
             await asyncio.wait_for(first.state.drain(), 5)
 
     played(scenario)
+
+
+def test_a_run_that_cannot_be_taken_up_again_is_said_to_be_corrupted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its state on disk is damaged: nothing goes on with half of it, and whoever asks is told."""
+
+    async def scenario() -> None:
+        submission_before = submission.STATE_OPERATIONS
+        submission.STATE_OPERATIONS = 1
+        try:
+            async with life(tmp_path / "a") as server:
+                model = await server.model()
+                await server.run("forward_backward", pass_json(model, 1))
+                await server.run("optim_step", step_json(model, 2))
+                directory = server.state.run_directory(model)
+                while not list(directory.glob("state-2")):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                left = killed(tmp_path / "a")
+        finally:
+            submission.STATE_OPERATIONS = submission_before
+        [damaged] = (left / "runs").glob("*/state-2/fake.json")
+        damaged.write_text("{")
+        async with life(left) as server:
+            _, run = await server.send(f"training_runs/{model}", None, method="GET")
+            assert run["corrupted"] is False
+            status, answer = await server.send("forward_backward", pass_json(model, 3))
+            assert status == 410
+            assert "could not be taken up again" in answer["detail"]
+            _, run = await server.send(f"training_runs/{model}", None, method="GET")
+            assert run["corrupted"] is True
+            assert model not in server.state.runs
+
+    played(scenario)
+    assert "could not be taken up again" in caplog.text

@@ -195,7 +195,7 @@ class Bench:
         """forward_backward of three kinds of input at two sizes."""
         for count in (128,) if self.quick else (128, 1024):
             for kind in ("numpy", "torch", "list"):
-                repeats = 3 if self.quick else 7 if count == 128 else 3
+                repeats = 5 if self.quick else 61 if count == 128 else 15
                 both = self.both("forward_backward", kind=kind, count=count, repeats=repeats)
                 name = f"forward_backward, {count:,} x 2,048, {kind}"
                 target = 1 / 2 if kind == "list" else 1 / 3

@@ -104,6 +104,11 @@ class Catalogue:
                 [(when, model_id) for model_id, when in requests.items()],
             )
 
+    def mark_corrupted(self, model_id: str) -> None:
+        """Note that a run cannot be gone on with; its checkpoints can."""
+        with self._store._lock:
+            self._store._db.execute("UPDATE runs SET corrupted = 1 WHERE model_id = ?", (model_id,))
+
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def checkpoints(

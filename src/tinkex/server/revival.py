@@ -66,6 +66,9 @@ async def _revive(state: State, handlers: Handlers, name: str) -> None:
             await _revive_run(state, handlers, name, directory)
         except Exception:
             logger.exception("%s could not be taken up again", name)
+            state.runs.pop(name, None)
+            state.worker.run(state.engine.drop, name)
+            await asyncio.to_thread(state.catalogue.mark_corrupted, name)
         return
     directory = state.samples_directory(name)
     if await asyncio.to_thread(directory.is_dir):

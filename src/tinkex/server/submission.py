@@ -33,6 +33,8 @@ GIVEN_UP = "given_up"
 """What the journal says instead of an operation where a number was no longer waited for."""
 UNLOAD = ":unload"
 """What follows a run's id in the id of the request that unloads it."""
+MOST_AHEAD = 100_000
+"""How many numbers a request may leave out: once they are given up, the run goes on behind it."""
 STATE_OPERATIONS = 32
 """After so many operations of a run, or …"""
 STATE_SECONDS = 30.0
@@ -89,6 +91,9 @@ async def _taken(
     except OSError as error:
         state.promises.take_back(promise)
         raise Refusal(503, f"the request cannot be put on disk, so it was not taken: {error}") from None
+    except Exception:  # a fault of ours: whoever asks again must not wait for what nobody does
+        state.promises.take_back(promise)
+        raise
 
 
 async def take_sample(
@@ -120,7 +125,8 @@ async def live_run(state: State, model_id: str) -> LiveRun:
         raise Refusal(404, f"there is no model {model_id!r}")
     raise Refusal(
         410,
-        f"model {model_id!r} is no longer loaded (it was unloaded, or its session has ended); {CARRY_ON}",
+        f"model {model_id!r} is no longer loaded (it was unloaded, its session has ended, or it could not be taken up "
+        f"again after a restart); {CARRY_ON}",
     )
 
 
@@ -144,6 +150,8 @@ async def enqueue(
     number = call.number
     if number < 1:
         raise Refusal(400, f"seq_id must be at least 1, got {number}")
+    if number > live.lane.free + MOST_AHEAD:
+        raise Refusal(400, f"seq_id {number} is too far ahead; the next one is {live.lane.next}")
     request_id = f"{model_id}:{number}"
     known = state.promises.get(request_id)
     if known is not None and known.digest == call.digest:
