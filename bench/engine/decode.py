@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--only", choices=["ours", "theirs"])
+    parser.add_argument("--profile", action="store_true", help="where the time of many jobs goes, on host and device")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.only != "theirs":
@@ -99,6 +100,8 @@ def main() -> None:
                     continue
                 run = functools.partial(ours, engine, jobs, samples, options.prompt, options.tokens, adapters)
                 report(f"ours, {kind}", rows, options.rounds, run)
+                if options.profile:
+                    profile(run, options.device)
     if options.only != "ours":
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -110,6 +113,26 @@ def main() -> None:
         for rows in options.rows:
             run = functools.partial(theirs, model, rows, options.prompt, options.tokens)
             report("transformers generate", rows, options.rounds, run)
+
+
+def profile(run: Callable[[], object], device: str) -> None:
+    """Where the time goes: Python's functions, and the device's kernels."""
+    import cProfile
+    import pstats
+
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    host = cProfile.Profile()
+    host.enable()
+    run()
+    host.disable()
+    pstats.Stats(host).sort_stats("tottime").print_stats(14)
+    kinds = [ProfilerActivity.CUDA] if device == "cuda" else [ProfilerActivity.CPU]
+    with profiler(activities=kinds) as seen:
+        run()
+    key = "cuda_time_total" if device == "cuda" else "self_cpu_time_total"
+    print(seen.key_averages().table(sort_by=key, row_limit=22, max_name_column_width=60))
 
 
 def report(what: str, rows: int, rounds: int, run: Callable[[], tuple[float, ...]]) -> None:
