@@ -151,7 +151,9 @@ def undisturbed(world: World) -> tuple[list[float], Any]:
 LOSSES = ["unload", "finish_session", "forget_everything", "corrupt"]
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["one-by-one", "pipelined"])
+@pytest.mark.parametrize(
+    "wait", [pytest.param(True, id="one-by-one", marks=pytest.mark.slow), pytest.param(False, id="pipelined")]
+)
 @pytest.mark.parametrize("how", LOSSES)
 def test_a_loop_that_loses_its_run_ends_with_the_weights_of_one_that_does_not(
     world: World, how: str, wait: bool
