@@ -110,7 +110,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
         yield make
 
 
-@pytest.mark.covers("C76", "D07")
+@pytest.mark.covers("C76", "D07", "Q-24")
 def test_each_token_comes_before_the_next_is_drawn(start: Callable[..., SamplingClient]) -> None:
     gate = Gate()
     sampler = start(gate.engine)
@@ -314,6 +314,7 @@ def test_a_bad_status_is_an_error(
     assert len(faulty.requests("stream_sample")) == 1
 
 
+@pytest.mark.covers("Q-24")
 @pytest.mark.parametrize(
     "event",
     [
