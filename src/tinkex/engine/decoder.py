@@ -25,7 +25,7 @@ from tinkex.engine.attention import AttentionRule, soft_cap, widened
 from tinkex.engine.config import DecoderConfig
 from tinkex.engine.elementwise import add_norm, gated, norm, turned_heads
 from tinkex.engine.lora import Factors, Linear
-from tinkex.engine.mixture import Share, forward
+from tinkex.engine.span_adapters import Share, forward
 
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of one layer: (layer, q_THC, k_TGC, v_TGC) -> [T, H*C]."""

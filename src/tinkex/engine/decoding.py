@@ -2,7 +2,7 @@
 
 Both write keys and values before they attend, layer by layer, so that a prompt can share blocks with another of the
 same pass. How a position is summed up depends on that position alone: its keys reach from 0 to the end of its block,
-what lies beyond it is masked, and numbers of rows are padded (see `mixtures`). Where a chunk is cut, which rows are
+what lies beyond it is masked, and numbers of rows are padded (see `row_adapters`). Where a chunk is cut, which rows are
 neighbours and whether a prefix was found therefore change no bit on a CPU.
 
 Decoding comes in two forms. `SlabDecoding`, for a CPU, keeps a copy of each running row's keys and values in one piece,
@@ -26,7 +26,7 @@ import torch
 from tinkex.engine.attention import AttentionRule, attend, soft_cap, visible, widened
 from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for
 from tinkex.engine.decoder import BARE, Decoder, Lora, hidden_states
-from tinkex.engine.mixtures import Bank, Mixture, Products, padded, widest
+from tinkex.engine.row_adapters import Bank, Products, RowAdapters, padded, widest
 
 if TYPE_CHECKING:
     from tinkex.types.tensors import Array
@@ -109,7 +109,7 @@ class Prefill:
             at += span.size
         embed = self._model.embed_VD
         attention = PrefillAttention(self._model, self._pool, pieces, put(places, embed))
-        lora = Mixture.of(self._products, lora_T, total)
+        lora = RowAdapters.of(self._products, lora_T, total)
         return hidden_states(self._model, put(tokens, embed), put(positions, embed), attention, lora)
 
 
@@ -280,7 +280,7 @@ class SlabDecoding:
         total, embed = padded(len(rows)), self._model.embed_VD
         tokens, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
         tokens[: len(rows)], positions[: len(rows)] = [r.token for r in rows], [r.length for r in rows]
-        lora = Mixture.of(self._products, [row.lora for row in rows], total)
+        lora = RowAdapters.of(self._products, [row.lora for row in rows], total)
         attention = _SlabAttention(self._model, self._slabs, rows, total)
         hidden_TD = hidden_states(self._model, put(tokens, embed), put(positions, embed), attention, lora)
         for row in rows:

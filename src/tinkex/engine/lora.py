@@ -1,4 +1,4 @@
-"""LoRA factors: their layout in one flat buffer, and their seeded start; `mixture.py` applies them.
+"""LoRA factors: their layout in one flat buffer, and their seeded start; `span_adapters` and `row_adapters` apply them.
 
     y = x W^T + (32 / r) (x A^T) B^T        A [r, in] seeded, B [out, r] zero, W frozen; r is less for experts
 

@@ -27,7 +27,7 @@ from tinkex.engine.cache import BLOCK, Pool, block_bytes, blocks_for
 from tinkex.engine.choices import choose, uniforms
 from tinkex.engine.decoding import Decoding, Piece, Prefill, Row, SlabDecoding, StaticDecoding, put
 from tinkex.engine.jobs import Job, Sample
-from tinkex.engine.mixtures import Mixture, Products, padded
+from tinkex.engine.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.turns import Shares
 from tinkex.types.sampling import TopkLogprobs
 
@@ -349,9 +349,9 @@ class Runner:
     def _logits(self, hidden_BD: torch.Tensor, lora_B: Sequence[Lora]) -> torch.Tensor:
         rows = hidden_BD.shape[0]
         total = padded(rows)
-        return self._model.logits(F.pad(hidden_BD, (0, 0, 0, total - rows)), Mixture.of(self._products, lora_B, total))[
-            :rows
-        ]
+        return self._model.logits(
+            F.pad(hidden_BD, (0, 0, 0, total - rows)), RowAdapters.of(self._products, lora_B, total)
+        )[:rows]
 
     def _begin(self, running: _Running, logits_V: torch.Tensor) -> None:
         """The prompt has been run: draw the first tokens."""

@@ -27,11 +27,11 @@ from tinkex.engine.decoder import Decoder, cap_logits, hidden_states
 from tinkex.engine.elementwise import kernels_for
 from tinkex.engine.lora import Factors, Layout, Linear
 from tinkex.engine.losses import Examples, Room
-from tinkex.engine.mixture import ROWS, Mixture, Span
-from tinkex.engine.mixture import backward as mixed_backward
-from tinkex.engine.mixture import forward as mixed_forward
 from tinkex.engine.objectives import Evaluated, Objective
 from tinkex.engine.optim import State, check, state_type, step
+from tinkex.engine.span_adapters import ROWS, Span, SpanAdapters
+from tinkex.engine.span_adapters import backward as mixed_backward
+from tinkex.engine.span_adapters import forward as mixed_forward
 from tinkex.engine.turns import Shares
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import ForwardBackwardOutput, LoraConfig, OptimizerConfigBase, OptimParams
@@ -282,12 +282,14 @@ def run(chosen: Sequence[tuple[Pass, list[int]]]) -> Iterator[tuple[Pass, Except
     """Run pieces beside each other; gives each with what was wrong with it, if anything was."""
     model, wants_gradient = chosen[0][0].adapter.model, chosen[0][0].backward
     packed = Packed.of(chosen, model.embed_VD)
-    mixture = Mixture([_span(work, rows) for (work, _), rows in zip(chosen, packed.spans, strict=True)], packed.device)
+    adapters = SpanAdapters(
+        [_span(work, rows) for (work, _), rows in zip(chosen, packed.spans, strict=True)], packed.device
+    )
     outcomes: list[tuple[Pass, Exception | None]] = []
     with torch.set_grad_enabled(wants_gradient):
         attend = PackedAttention(packed.runs, model.attention, packed.device)
-        hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, attend, mixture)
-        logprobs_M = target_logprobs(model, hidden_TD, packed.rows_M, packed.targets_M, mixture)
+        hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, attend, adapters)
+        logprobs_M = target_logprobs(model, hidden_TD, packed.rows_M, packed.targets_M, adapters)
         parts = torch.split(logprobs_M.detach(), packed.sizes)
         losses = [_evaluate(work, piece, part) for (work, piece), part in zip(chosen, parts, strict=True)]
         if wants_gradient and not all(isinstance(loss, EngineError) for loss in losses):
@@ -447,11 +449,11 @@ def _check_finite(what: str, values: Array, starts: Array, indices: list[int]) -
 
 
 def target_logprobs(
-    model: Decoder, hidden_TD: torch.Tensor, rows_M: torch.Tensor, targets_M: torch.Tensor, mixture: Mixture
+    model: Decoder, hidden_TD: torch.Tensor, rows_M: torch.Tensor, targets_M: torch.Tensor, adapters: SpanAdapters
 ) -> torch.Tensor:
     """Log-probabilities of targets (target m belongs to row `rows_M[m]`, ascending), never holding all logits."""
     logprobs_M: torch.Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, mixture.anchor, model.head, rows_M, targets_M, mixture, model.config.logit_cap
+        hidden_TD, adapters.anchor, model.head, rows_M, targets_M, adapters, model.config.logit_cap
     )
     return logprobs_M
 
@@ -460,7 +462,7 @@ def _allowed(logits: int, where: torch.Tensor) -> int:
     return logits * ROOMIER if where.is_cuda else logits
 
 
-def _chunks(head: Linear, rows_M: torch.Tensor, mixture: Mixture) -> Iterator[tuple[slice, slice]]:
+def _chunks(head: Linear, rows_M: torch.Tensor, adapters: SpanAdapters) -> Iterator[tuple[slice, slice]]:
     """Slices of rows whose logits fit the budget, with the slices of targets that belong to them.
 
     Spans that fit a chunk are never cut, and one that does not is cut by itself: neighbours decide nothing.
@@ -468,7 +470,7 @@ def _chunks(head: Linear, rows_M: torch.Tensor, mixture: Mixture) -> Iterator[tu
     room = max(LEAST_ROWS, _allowed(LOGITS_BUDGET, rows_M) // head.weight_ND.shape[0]) // ROWS * ROWS
     stops: list[int] = []
     begun = end = 0
-    for span in mixture.spans:
+    for span in adapters.spans:
         if end > begun and span.stop - begun > room:
             stops.append(end)
             begun = end
@@ -495,27 +497,27 @@ class _TargetLogprobs(torch.autograd.Function):
         head: Linear,
         rows_M: torch.Tensor,
         targets_M: torch.Tensor,
-        mixture: Mixture,
+        adapters: SpanAdapters,
         cap: float | None,
     ) -> torch.Tensor:
         keep = anchor is not None and hidden_TD.shape[0] * head.weight_ND.shape[0] <= _allowed(KEPT_LOGITS, rows_M)
         out, kept = [], []
-        for rows, span in _chunks(head, rows_M, mixture):
-            logits_TV, _ = mixed_forward(hidden_TD[rows], head, mixture.shares(head, rows.start, rows.stop))
+        for rows, span in _chunks(head, rows_M, adapters):
+            logits_TV, _ = mixed_forward(hidden_TD[rows], head, adapters.shares(head, rows.start, rows.stop))
             scored = Scored.of(cap_logits(logits_TV, cap))
             out.append(scored.at(rows_M[span] - rows.start, targets_M[span]))
             if keep:
                 kept.append(scored)
         ctx.save_for_backward(hidden_TD, rows_M, targets_M)
-        ctx.head, ctx.mixture, ctx.cap, ctx.kept = head, mixture, cap, kept
+        ctx.head, ctx.adapters, ctx.cap, ctx.kept = head, adapters, cap, kept
         return torch.cat(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         hidden_TD, rows_M, targets_M = ctx.saved_tensors
         dhidden_TD = torch.empty_like(hidden_TD)
-        for chunk, (rows, span) in enumerate(_chunks(ctx.head, rows_M, ctx.mixture)):
-            shares = ctx.mixture.shares(ctx.head, rows.start, rows.stop)
+        for chunk, (rows, span) in enumerate(_chunks(ctx.head, rows_M, ctx.adapters)):
+            shares = ctx.adapters.shares(ctx.head, rows.start, rows.stop)
             x_TD = hidden_TD[rows]
             if ctx.kept:
                 scored, ctx.kept[chunk] = ctx.kept[chunk], None

@@ -1,8 +1,8 @@
 """Several adapters in one pass: products with the base weights over all rows, each adapter's share over its own.
 
-`Mixture` goes through the adapters one by one: exact, no copies, any shapes. `Bank` lays the factors of all adapters
-side by side in memory of fixed addresses and masks what is not a row's own: few large products of fixed shapes, which a
-CUDA graph can hold.
+`RowAdapters` goes through the adapters one by one: exact, no copies, any shapes. `Bank` lays the factors of all
+adapters side by side in memory of fixed addresses and masks what is not a row's own: few large products of fixed
+shapes, which a CUDA graph can hold.
 
 On a CPU the bits of a row of a product depend on its neighbours' number unless that is a multiple of `ROWS`; therefore
 rows are padded to one. Then what a row gets does not depend on what else is in the pass.
@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from tinkex.engine.span_adapters import ROWS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tinkex.engine.decoder import Decoder, Lora
     from tinkex.engine.lora import Factors, Linear
-
-ROWS = 4
-"""Rows of a product come in multiples of this."""
 
 
 def padded(rows: int) -> int:
@@ -98,7 +97,7 @@ class Spread:
         return cls(*(torch.tensor(rows, device=like.device) for rows in (source, result, target)))
 
 
-class Mixture:
+class RowAdapters:
     """Adapters beside each other, each over a span of rows; rows in no span are the base model's."""
 
     def __init__(self, products: Products, spans: Sequence[Span]) -> None:
@@ -106,7 +105,7 @@ class Mixture:
         self._spread: Spread | None = None
 
     @classmethod
-    def of(cls, products: Products, lora_T: Sequence[Lora], rows: int) -> Mixture:
+    def of(cls, products: Products, lora_T: Sequence[Lora], rows: int) -> RowAdapters:
         """For rows whose adapters are given, equal ones side by side; padding up to `rows` goes with the last."""
         spans: list[Span] = []
         for row, lora in enumerate(lora_T):

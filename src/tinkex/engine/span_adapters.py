@@ -44,7 +44,7 @@ class Share:
     into: Factors | None
 
 
-class Mixture:
+class SpanAdapters:
     """The adapters of a pass, span after span."""
 
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
