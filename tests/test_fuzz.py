@@ -47,7 +47,7 @@ else:
     from backports import zstd
 
 FEW = 6
-MANY = int(os.environ.get("FUZZ_EXAMPLES", "300"))
+MANY = int(os.environ.get("FUZZ_EXAMPLES", "25"))
 SECONDS = 5.0
 """No answer may take longer than this."""
 LIMITS = Limits(poll_seconds=0.02, gap_seconds=0.05, quiet_seconds=0.5, body_bytes=1 << 21)
