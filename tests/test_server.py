@@ -926,3 +926,17 @@ def test_a_number_that_is_too_far_ahead_is_refused_and_the_run_goes_on(wire: Wir
     assert "too far ahead" in heard.json["detail"]
     assert "seq_id" in heard.json["detail"]
     assert "loss_fn_outputs" in wire.run("forward_backward", pass_json(model, 1))
+
+
+@pytest.mark.covers("S24")
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_strict_server_loads_weights_as_the_first_operation_only(tmp_path: Path, strict: bool) -> None:
+    with serving(FakeEngine(), tmp_path, strict=strict) as url:
+        wire = Wire(url)
+        model = wire.model()
+        path = wire.run("save_weights", {"model_id": model, "path": "w", "seq_id": 1})["path"]
+        load = {"path": path, "optimizer": False}
+        late = wire.run("load_weights", {"model_id": model, "seq_id": 2, **load})
+        assert ("LoadWeights is not permitted" in late.get("error", "")) is strict
+        fresh = wire.model(number=1)
+        assert wire.run("load_weights", {"model_id": fresh, "seq_id": 1, **load})["path"] == path

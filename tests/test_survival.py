@@ -488,3 +488,24 @@ def test_a_run_that_cannot_be_taken_up_again_is_said_to_be_corrupted(
 
     played(scenario)
     assert "could not be taken up again" in caplog.text
+
+
+def test_a_server_that_has_no_memory_for_a_run_does_not_call_it_corrupted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as server:
+            model = await server.model()
+            await server.run("forward_backward", pass_json(model, 1))
+            left = killed(tmp_path / "a")
+        async with life(left) as server:
+            directory = server.state.run_directory(model)
+            server.state.journal(directory).read = _no_room  # type: ignore[method-assign]
+            status, _ = await server.send("forward_backward", pass_json(model, 2))
+            assert status == 410
+            _, run = await server.send(f"training_runs/{model}", None, method="GET")
+            assert run["corrupted"] is False
+
+    played(scenario)
+
+
+def _no_room() -> Any:
+    raise EngineError("no memory is left", "server")

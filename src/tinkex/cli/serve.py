@@ -88,6 +88,9 @@ def limit_options(command: F) -> F:
     help="Have clients exchange their key for tokens that are good for an hour.",
 )
 @click.option(
+    "--strict", is_flag=True, help="Load weights as a run's first operation only, as the hosted service does."
+)
+@click.option(
     "--hub-cache/--no-hub-cache",
     default=True,
     show_default=True,
@@ -120,6 +123,7 @@ def serve(
     models: tuple[str, ...],
     api_key: str | None,
     tokens: bool,
+    strict: bool,
     hub_cache: bool,
     log_level: str,
     log_format: str,
@@ -150,7 +154,7 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops cleanly, then passes the signal on
     try:
         with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(listener, data_dir, places, api_key, tokens, Limits(**limits), tracing))
+            runner.run(_serve(listener, data_dir, places, api_key, tokens, strict, Limits(**limits), tracing))
     except (EngineError, OSError, sqlite3.Error) as error:
         raise click.ClickException(str(error)) from None
 
@@ -212,6 +216,7 @@ async def _serve(
     models: dict[str, str],
     api_key: str | None,
     tokens: bool,
+    strict: bool,
     limits: Limits,
     tracing: Tracing | None,
 ) -> None:
@@ -220,7 +225,7 @@ async def _serve(
     from tinkex.server.app import create_app
 
     names = ", ".join(model.name for model in engine.models())
-    app = create_app(engine, data_dir, limits=limits, api_key=api_key, tokens=tokens, tracing=tracing)
+    app = create_app(engine, data_dir, limits=limits, api_key=api_key, tokens=tokens, strict=strict, tracing=tracing)
     access = "key required" if await app.state.server.accounts.needs_key() else "open, no key needed"
     ready = f"tinkex serving at {_url(listener)}  models: {names}  data: {data_dir}  ({access})"
     await run_app(app, listener, lambda: click.echo(ready))

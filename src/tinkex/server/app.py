@@ -52,6 +52,7 @@ def create_app(
     limits: Limits | None = None,
     api_key: str | None = None,
     tokens: bool = False,
+    strict: bool = False,
     embedded: bool = False,
     tracing: Tracing | None = None,
 ) -> Starlette:
@@ -63,10 +64,13 @@ def create_app(
         limits: What is not to be exceeded.
         api_key: A key of the owner `local`, besides those made by `tinkex key create`.
         tokens: Whether clients are told to exchange their key for short-lived tokens.
+        strict: Whether weights are loaded as a run's first operation only.
         embedded: Whether the only caller is this program, which then needs no key that others were given.
         tracing: Makes a span of each request, where that is wanted.
     """
-    state = State(engine, data_dir, limits or Limits(), api_key=api_key, tokens=tokens, embedded=embedded)
+    state = State(
+        engine, data_dir, limits or Limits(), api_key=api_key, tokens=tokens, strict=strict, embedded=embedded
+    )
     revival.enable(state, HANDLERS)
 
     @contextlib.asynccontextmanager

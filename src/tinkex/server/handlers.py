@@ -463,6 +463,11 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
 
     def work() -> LoadWeightsResponse:
         assert call.number is not None
+        if state.strict and call.number > 1:
+            raise EngineError(
+                "LoadWeights is not permitted after a run's first operation (this server is strict); "
+                "create a run from the checkpoint instead"
+            )
         if (loaded := loaded_before(state, call, model_id, call.number)) is not None:
             state.engine.load(model_id, loaded, optimizer=True)
         else:

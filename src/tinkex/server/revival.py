@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinkex import codec
+from tinkex.engine import EngineError
 from tinkex.protocol import BY_NAME
 from tinkex.server.checkpoints import clear_leftovers
 from tinkex.server.journal import Entry, decode
@@ -64,11 +65,13 @@ async def _revive(state: State, handlers: Handlers, name: str) -> None:
     if await asyncio.to_thread(directory.is_dir):
         try:
             await _revive_run(state, handlers, name, directory)
-        except Exception:
+        except Exception as error:
             logger.exception("%s could not be taken up again", name)
             state.runs.pop(name, None)
             state.worker.run(state.engine.drop, name)
-            await asyncio.to_thread(state.catalogue.mark_corrupted, name)
+            # A server that stops, or has no memory left, says nothing about the run: the next life tries again.
+            if not (isinstance(error, EngineError) and error.category == "server"):
+                await asyncio.to_thread(state.catalogue.mark_corrupted, name)
         return
     directory = state.samples_directory(name)
     if await asyncio.to_thread(directory.is_dir):

@@ -153,6 +153,7 @@ class State:
         *,
         api_key: str | None = None,
         tokens: bool = False,
+        strict: bool = False,
         embedded: bool = False,
     ) -> None:
         data_dir = data_dir.expanduser().resolve()
@@ -184,6 +185,8 @@ class State:
         self.accounts = Accounts(self.store, data_dir, api_key, embedded=embedded)
         self.tokens = tokens
         """Whether clients are to exchange their keys for tokens."""
+        self.strict = strict
+        """Whether weights are loaded as a run's first operation only."""
         self.meter = Meter(self.store)
         self.metrics = Metrics()
         self.owners: dict[str, str] = {}
