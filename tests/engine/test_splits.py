@@ -250,10 +250,10 @@ def test_a_failed_pass_leaves_no_trace(case: Case, make: Any, monkeypatch: pytes
     passes = iter(range(99))
     original = decoder.hidden_states
 
-    def faulty(*args: Any) -> torch.Tensor:
+    def faulty(*args: Any, **given: Any) -> torch.Tensor:
         if next(passes) == 2:
             raise RuntimeError("out of memory")
-        return original(*args)
+        return original(*args, **given)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "hidden_states", faulty)

@@ -28,9 +28,10 @@ ADAPTERS = {
 }
 
 
-@pytest.fixture
-def shared(checkpoint: Checkpoint) -> TorchEngine:
+@pytest.fixture(params=[False, True], ids=["read at once", "read a step later"])
+def shared(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> TorchEngine:
     engine = TorchEngine({"m": checkpoint("qwen3")}, micro_batch_tokens=64)
+    engine._trainer.ahead = request.param  # as on a device that runs on its own
     for name, lora in ADAPTERS.items():
         engine.create(name, "m", lora)
     return engine
@@ -67,6 +68,7 @@ def test_passes_beside_each_other_give_the_bits_that_each_gives_alone(
     outputs: list[dict[str, Any]] = []
     for mixed in (True, False):
         engine = TorchEngine({"m": checkpoint(family)}, micro_batch_tokens=24)
+        engine._trainer.ahead = mixed
         for name, lora in ADAPTERS.items():
             engine.create(name, "m", lora)
         for turn in range(3):
@@ -89,13 +91,13 @@ def test_passes_beside_each_other_give_the_bits_that_each_gives_alone(
 def steps_of(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The jobs of each step, as it is made."""
     seen: list[list[str]] = []
-    original = trainer.run
+    original = trainer.launch
 
-    def watched(chosen: Any) -> Any:
+    def watched(chosen: Any, **given: Any) -> Any:
         seen.append([work.job for work, _ in chosen])
-        return original(chosen)
+        return original(chosen, **given)
 
-    monkeypatch.setattr(trainer, "run", watched)
+    monkeypatch.setattr(trainer, "launch", watched)
     return seen
 
 
@@ -108,6 +110,32 @@ def test_small_passes_share_a_step_under_the_budget(
     assert set(seen[0]) == {"0", "1", "2", "3"}
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+def test_a_datum_beyond_the_budget_keeps_little_and_gives_the_same_bits(
+    checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    results = []
+    for sparing in (False, True):
+        monkeypatch.setattr(trainer, "SPARE_BEYOND", 1 if sparing else 100)
+        engine = TorchEngine({"m": checkpoint(family)}, micro_batch_tokens=16)
+        engine.create("a", "m", LoraConfig(rank=4, seed=1))
+        kept = 0
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            output = run_pass(engine, "a", data(40, 3), "cross_entropy", {})
+        grad = adapter_of(engine, "a").grad
+        assert grad is not None
+        results.append((output, grad, kept))
+    assert_same(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert results[1][2] < results[0][2] / 2
+
+
 def test_a_short_pass_does_not_wait_for_a_long_one(
     shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +143,9 @@ def test_a_short_pass_does_not_wait_for_a_long_one(
     shared.pass_start("long", "a", data(*[32] * 10), "cross_entropy", {}, owner="one")
     shared.pass_step()
     shared.pass_start("short", "b", data(8), "cross_entropy", {}, owner="two")
-    assert [done.job for done in shared.pass_step()] == ["short"], "its result goes back while the other goes on"
+    steps = 2 if shared._trainer.ahead else 1
+    ended = [done.job for _ in range(steps) for done in shared.pass_step()]
+    assert ended == ["short"], "its result goes back while the other goes on"
     assert shared.passing()
     assert seen[1] == ["short", "long"] or seen[1] == ["short"]
 
@@ -187,11 +217,11 @@ class Memory:
         self.tokens, self.refused = tokens, list[int]()
         original = decoder.hidden_states
 
-        def limited(model: Any, tokens_T: torch.Tensor, *args: Any) -> torch.Tensor:
+        def limited(model: Any, tokens_T: torch.Tensor, *args: Any, **given: Any) -> torch.Tensor:
             if tokens_T.shape[0] > self.tokens:
                 self.refused.append(tokens_T.shape[0])
                 raise torch.OutOfMemoryError("no more memory")
-            return original(model, tokens_T, *args)
+            return original(model, tokens_T, *args, **given)
 
         monkeypatch.setattr(trainer, "hidden_states", limited)
 

@@ -218,10 +218,10 @@ def test_a_failed_pass_leaves_no_trace(engine: TorchEngine, data: Data, monkeypa
     before = grad.clone()
     original, calls = decoder.hidden_states, iter(range(9))
 
-    def faulty(*args: Any) -> torch.Tensor:
+    def faulty(*args: Any, **given: Any) -> torch.Tensor:
         if next(calls) == 2:
             raise RuntimeError("out of memory")
-        return original(*args)
+        return original(*args, **given)
 
     monkeypatch.setattr(trainer, "hidden_states", faulty)
     with pytest.raises(RuntimeError, match="out of memory"):

@@ -29,7 +29,7 @@ def refused(engine: TorchEngine, batch: list[Datum], loss: str, config: dict[str
     state, grad = adapter.state, adapter.grad
     copy = None if grad is None else grad.clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "hidden_states", lambda *_: pytest.fail("computed"))
+        patch.setattr(trainer, "hidden_states", lambda *_, **__: pytest.fail("computed"))
         for backward in (True, False):
             with pytest.raises(EngineError, match=message) as caught:
                 run_pass(engine, "a", batch, loss, config, backward=backward)

@@ -12,9 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+from tinkex.engine.copies import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,7 +156,7 @@ class PackedAttention:
         self._bounds: torch.Tensor | None = None
         if torch.device(device).type == "cuda":
             lengths = [length for count, length in runs for _ in range(count)]
-            self._bounds = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+            self._bounds = to_device(np.cumsum([0, *lengths]), torch.device(device), torch.int32)
 
     def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
         """Attend, by the layer's rule."""

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tinkex.engine.copies import to_device
+from tinkex.engine.elementwise import kernels_for
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -129,6 +132,9 @@ class Pool:
 
     def write(self, layer: int, places_T: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> None:
         """Put the keys and values of tokens at their places (block * BLOCK + offset)."""
+        if (fused := kernels_for(k_TGC)) is not None:
+            fused.store(self.kv[layer], places_T, k_TGC, v_TGC)
+            return
         for part, x in zip(self.kv[layer], (k_TGC, v_TGC), strict=True):
             part.view(-1, *part.shape[2:]).index_copy_(0, places_T, x)
 
@@ -146,7 +152,7 @@ class Pool:
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero blocks: what is masked must still be finite."""
-        self.kv[:, :, torch.tensor(blocks, dtype=torch.int64, device=self.kv.device)] = 0
+        self.kv[:, :, to_device(blocks, self.kv.device)] = 0
 
 
 def block_bytes(model: Decoder) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tinkex.engine.copies import to_device
 from tinkex.engine.trainer import log_softmax
 
 if TYPE_CHECKING:
@@ -58,21 +59,20 @@ def choose(
     if greedy.all():
         return logits_BV.argmax(-1), logprobs_BV
     probs_BV = logprobs_BV.exp()
-    numbers_B1 = torch.from_numpy(uniforms_B).to(logits_BV.device)[:, None]
+    numbers_B1 = to_device(uniforms_B, logits_BV.device, torch.float64)[:, None]
     tokens_B = _invert(probs_BV, numbers_B1)
-    for rows_b, top_k in _alike(params_B, greedy, logits_BV):
+    for rows, top_k in _alike(params_B, greedy):
+        rows_b = to_device(rows, logits_BV.device)
         if top_k is None:
             tokens_B[rows_b] = logits_BV[rows_b].argmax(-1)
         else:
-            top_p = [params_B[row].top_p for row in rows_b.tolist()]
-            top_p_b1 = torch.tensor(top_p, dtype=torch.float64, device=logits_BV.device)[:, None]
+            top_p = [params_B[row].top_p for row in rows]
+            top_p_b1 = to_device(top_p, logits_BV.device, torch.float64)[:, None]
             tokens_B[rows_b] = _draw_truncated(probs_BV[rows_b], numbers_B1[rows_b], top_k, top_p_b1)
     return tokens_B, logprobs_BV
 
 
-def _alike(
-    params_B: Sequence[SamplingParams], greedy: Array, like: torch.Tensor
-) -> list[tuple[torch.Tensor, int | None]]:
+def _alike(params_B: Sequence[SamplingParams], greedy: Array) -> list[tuple[list[int], int | None]]:
     """The rows that are not simply drawn, by their top_k; None for greedy ones."""
     kinds: dict[int | None, list[int]] = {}
     for row, params in enumerate(params_B):
@@ -80,13 +80,13 @@ def _alike(
             kinds.setdefault(None, []).append(row)
         elif params.top_k != -1 or params.top_p != 1:
             kinds.setdefault(params.top_k, []).append(row)
-    return [(torch.tensor(rows, device=like.device), top_k) for top_k, rows in kinds.items()]
+    return [(rows, top_k) for top_k, rows in kinds.items()]
 
 
 def _scaled(logits_BV: torch.Tensor, temperatures: Array) -> torch.Tensor:
     """Logits over temperatures. Subtracting 0 and dividing by 1 change no bit, so rows do not feel each other."""
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
-    column = torch.from_numpy(temperatures).to(device=logits_BV.device, dtype=logits_BV.dtype)[:, None]
+    column = to_device(temperatures, logits_BV.device, logits_BV.dtype)[:, None]
     if (temperatures < COLD_BELOW).any():
         logits_BV = logits_BV - logits_BV.amax(-1, keepdim=True) * (column < COLD_BELOW)
     return logits_BV / column if (temperatures != 1).any() else logits_BV

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tinkex.engine.attention import AttentionRule, soft_cap, widened
 from tinkex.engine.config import DecoderConfig
@@ -138,28 +140,54 @@ def cap_logits(logits_TV: torch.Tensor, bound: float | None) -> torch.Tensor:
 
 
 def hidden_states(
-    model: Decoder, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, lora: Adaptation = BARE
+    model: Decoder,
+    tokens_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    attend: Attend,
+    lora: Adaptation = BARE,
+    *,
+    sparing: bool = False,
 ) -> torch.Tensor:
-    """Run the decoder on packed tokens; returns the normalised hidden states `[T, D]` that the head reads."""
+    """Run the decoder on packed tokens; returns the normalised hidden states `[T, D]` that the head reads.
+
+    If `sparing`, what is kept for backward is one state per layer, and the rest is computed again there.
+    """
     config, eps = model.config, model.config.norm_eps
     x_TD = F.embedding(tokens_T, model.embed_VD)
     if config.embed_scale != 1.0:
         x_TD = x_TD * torch.tensor(config.embed_scale, dtype=x_TD.dtype)  # rounded as the weights are
     turns = _turns(model, positions_T, x_TD.dtype)
-    sizes = (config.heads, config.kv_heads, config.kv_heads)
     norms_D = [*(layer.input_norm_D for layer in model.layers[1:]), model.norm_D]
     normed_TD = norm(x_TD, model.layers[0].input_norm_D, eps)
-    for index, (layer, next_norm_D) in enumerate(zip(model.layers, norms_D, strict=True)):
+    for index, next_norm_D in enumerate(norms_D):
         kind = config.rotary[index]
-        q, k, v = turned_heads(
-            lora.linear(normed_TD, layer.qkv), sizes, layer.head_norms, None if kind is None else turns[kind], eps
-        )
-        mixed_TD = lora.linear(attend(index, q, k, v), layer.o)
-        mixed_TD = _optional_norm(mixed_TD, layer.post_attention_norm_D, eps)
-        x_TD, normed_TD = add_norm(x_TD, mixed_TD, layer.mlp_norm_D, eps)
-        fed_TD = _optional_norm(layer.mlp(normed_TD, lora), layer.post_mlp_norm_D, eps)
-        x_TD, normed_TD = add_norm(x_TD, fed_TD, next_norm_D, eps)
+        run = partial(_layer, model, index, next_norm_D, attend, lora, None if kind is None else turns[kind])
+        if sparing:
+            x_TD, normed_TD = checkpoint(run, x_TD, normed_TD, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x_TD, normed_TD = run(x_TD, normed_TD)
     return normed_TD
+
+
+def _layer(
+    model: Decoder,
+    index: int,
+    next_norm_D: torch.Tensor,
+    attend: Attend,
+    lora: Adaptation,
+    turn: tuple[torch.Tensor, torch.Tensor] | None,
+    x_TD: torch.Tensor,
+    normed_TD: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state of each token after a layer, and its norm, which the next one reads."""
+    config, layer, eps = model.config, model.layers[index], model.config.norm_eps
+    sizes = (config.heads, config.kv_heads, config.kv_heads)
+    q, k, v = turned_heads(lora.linear(normed_TD, layer.qkv), sizes, layer.head_norms, turn, eps)
+    mixed_TD = lora.linear(attend(index, q, k, v), layer.o)
+    mixed_TD = _optional_norm(mixed_TD, layer.post_attention_norm_D, eps)
+    x_TD, normed_TD = add_norm(x_TD, mixed_TD, layer.mlp_norm_D, eps)
+    fed_TD = _optional_norm(layer.mlp(normed_TD, lora), layer.post_mlp_norm_D, eps)
+    return add_norm(x_TD, fed_TD, next_norm_D, eps)
 
 
 def _turns(model: Decoder, positions_T: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -25,7 +25,8 @@ import torch
 
 from tinkex.engine.attention import AttentionRule, attend, soft_cap, visible, widened
 from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for
-from tinkex.engine.decoder import BARE, Decoder, Lora, hidden_states
+from tinkex.engine.copies import to_device
+from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
 from tinkex.engine.row_adapters import Bank, Products, RowAdapters, padded, widest
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 SMALLEST_SLAB = 128
 CUDA_TILE = 512
 """Queries attended at once in prefill on a GPU; on a CPU a block of them, so that the bits do not depend on more."""
-LEAST_RANKS = 64
+LEAST_RANKS = 32
 KERNEL_WIDTH = 16
 KERNEL_ERROR = 0.03
 """How far results of standard normal keys and values may lie apart, in bfloat16."""
@@ -51,6 +52,8 @@ class Row:
     blocks: list[int]
     length: int
     token: int = 0
+    drawn: int = -1
+    """Which of the tokens drawn last is next, if that has not been read; else -1."""
     place: tuple[int, int] = (0, 0)
     """The slab it lies in, by length, and the slot in that."""
 
@@ -80,7 +83,7 @@ def weigh(
 
 def put(array: Array | Sequence[int] | Sequence[Sequence[int]], like: torch.Tensor) -> torch.Tensor:
     """Whole numbers, on the device of a tensor."""
-    return torch.from_numpy(np.asarray(array, dtype=np.int64)).to(like.device)
+    return to_device(array, like.device)
 
 
 # --- Prefill -----------------------------------------------------------------------------------------------------
@@ -220,6 +223,9 @@ def _tiles(end: int, units: Sequence[tuple[Piece, int, int, int]], like: torch.T
 class Decoding(Protocol):
     """Gives every row its next logits."""
 
+    ahead: bool
+    """Whether a pass can be begun before the tokens of the one before have been read."""
+
     def join(self, row: Row, prompt: Sequence[int]) -> None:
         """Take in a row, whose prompt lies in these blocks."""
 
@@ -232,6 +238,9 @@ class Decoding(Protocol):
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """Feed each row its token, at the next position, and return the logits `[B, V]` behind it."""
 
+    def keep(self, tokens_B: torch.Tensor) -> None:
+        """Remember these tokens, for rows that go by their `drawn`."""
+
 
 @dataclass(eq=False, slots=True)
 class _Slab:
@@ -243,6 +252,8 @@ class _Slab:
 
 class SlabDecoding:
     """Decoding on a CPU. Rows lie in slabs by length, of which each is twice as long as the one before."""
+
+    ahead = False
 
     def __init__(self, model: Decoder, pool: Pool, products: Products) -> None:
         self._model, self._pool, self._products = model, pool, products
@@ -286,6 +297,9 @@ class SlabDecoding:
         for row in rows:
             row.length += 1
         return self._model.logits(hidden_TD, lora)[: len(rows)]
+
+    def keep(self, tokens_B: torch.Tensor) -> None:
+        """Tokens are always read at once."""
 
     def _slot(self, row: Row, length: int) -> torch.Tensor:
         """Room for a row of at least this length: `[L, 2, G, S, C]`."""
@@ -372,14 +386,18 @@ class _SlabPart:
 class StaticDecoding:
     """Decoding with fixed shapes: numbers of rows and of blocks are rounded up, and each pair of them is recorded once.
 
-    A row of padding writes to a block of its own kind and reads zeros.
+    A row of padding writes to a block of its own kind and reads zeros. The tokens of a pass stay on the device for the
+    next one, which can be begun while the host still looks at them.
     """
 
-    def __init__(self, model: Decoder, pool: Pool) -> None:
+    ahead = True
+
+    def __init__(self, model: Decoder, pool: Pool, most_rows: int) -> None:
         self._model, self._pool = model, pool
         self._bank = Bank(model, 0)
         self._kernel = find_kernel(model, pool)
-        self._shapes: dict[tuple[int, int, bool], _Shape] = {}
+        self._drawn = torch.zeros(most_rows, dtype=torch.int64, device=pool.kv.device)
+        self._shapes: dict[tuple[int, int, int], _Shape] = {}
         self._memory = torch.cuda.graph_pool_handle() if self._captures else None
 
     @property
@@ -401,12 +419,13 @@ class StaticDecoding:
 
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """Decode one token of each row."""
-        adapted = self._place(rows)
+        adapters = self._place(rows)
         size, width = _rounded(len(rows)), self._width(max(len(row.blocks) for row in rows))
-        shape = self._shapes.get((size, width, adapted))
+        shape = self._shapes.get((size, width, adapters))
         if shape is None:
-            shape = _Shape(self._model, self._pool, self._bank if adapted else None, self._kernel, size, width)
-            self._shapes[size, width, adapted] = shape
+            bank = _banked(self._bank, adapters)
+            shape = _Shape(self._model, self._pool, bank, self._kernel, self._drawn, size, width)
+            self._shapes[size, width, adapters] = shape
             shape.fill(rows)
             if self._memory is not None:
                 shape.record(self._memory)
@@ -415,6 +434,10 @@ class StaticDecoding:
         for row in rows:
             row.length += 1
         return shape.run()[: len(rows)]
+
+    def keep(self, tokens_B: torch.Tensor) -> None:
+        """On the device."""
+        self._drawn[: tokens_B.shape[0]] = tokens_B
 
     def _width(self, blocks: int) -> int:
         """Room in the tables: the kernel reads what a row has, so few widths do; plain attention reads it all."""
@@ -425,8 +448,9 @@ class StaticDecoding:
             width *= 4
         return width
 
-    def _place(self, rows: Sequence[Row]) -> bool:
-        """See that the adapters of these rows are in the bank; whether there are any."""
+    def _place(self, rows: Sequence[Row]) -> int:
+        """See that the adapters of these rows are in the bank; 0 if there are none, 1 if all have one, else 2."""
+        numbers = {row.weights for row in rows}
         adapters = {row.weights: row.lora for row in rows if row.lora.factors}
         if adapters and not self._bank.place(adapters):
             ranks = sum(map(widest, adapters.values()))
@@ -435,31 +459,51 @@ class StaticDecoding:
                 self._memory = torch.cuda.graph_pool_handle()
             self._bank = Bank(self._model, max(LEAST_RANKS, 2 * self._bank.ranks, _rounded(ranks)))
             self._bank.place(adapters)
-        return bool(adapters)
+        return min(len(numbers), 2) if adapters else 0
+
+
+Banked: TypeAlias = Callable[[torch.Tensor], Adaptation]
+"""The adaptation of rows that belong to the adapters of these numbers."""
+
+
+def _banked(bank: Bank, adapters: int) -> Banked:
+    """With no adapter, one for all rows, or several."""
+    if adapters == 0:
+        return lambda _: BARE
+    return (lambda _: bank.whole()) if adapters == 1 else bank.share
 
 
 class _Shape:
     """A pass over a fixed number of rows with room for a fixed number of blocks: its inputs, and its graph."""
 
     def __init__(
-        self, model: Decoder, pool: Pool, bank: Bank | None, kernel: Kernel | None, rows: int, width: int
+        self,
+        model: Decoder,
+        pool: Pool,
+        bank: Banked,
+        kernel: Kernel | None,
+        drawn: torch.Tensor,
+        rows: int,
+        width: int,
     ) -> None:
-        self._model, self._pool, self._bank, self._kernel = model, pool, bank, kernel
-        self._host = torch.zeros(rows, 4 + width, dtype=torch.int64, pin_memory=pool.kv.device.type == "cuda")
-        self._inputs = torch.zeros(rows, 4 + width, dtype=torch.int64, device=pool.kv.device)
+        self._model, self._pool, self._bank, self._kernel, self._drawn = model, pool, bank, kernel, drawn
+        pinned = pool.kv.device.type == "cuda"
+        # Two, in turn: what is being filled may not be what the device is still to copy.
+        self._hosts = [torch.zeros(rows, 5 + width, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._inputs = torch.zeros(rows, 5 + width, dtype=torch.int64, device=pool.kv.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: torch.Tensor | None = None
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Put tokens, positions, places, adapters and tables where the pass reads them."""
-        host = self._host.numpy()
+        self._hosts.reverse()
+        host = self._hosts[0].numpy()
         host[:] = 0
-        host[:, 2] = SCRATCH * BLOCK
+        host[:, 2], host[:, 4] = SCRATCH * BLOCK, -1
         for at, row in enumerate(rows):
             place = row.blocks[row.length // BLOCK] * BLOCK + row.length % BLOCK
-            host[at, :4] = row.token, row.length, place, row.weights
-            host[at, 4 : 4 + len(row.blocks)] = row.blocks
-        self._inputs.copy_(self._host, non_blocking=True)
+            host[at, : 5 + len(row.blocks)] = row.token, row.length, place, row.weights, row.drawn, *row.blocks
+        self._inputs.copy_(self._hosts[0], non_blocking=True)
 
     def record(self, memory: Any) -> None:
         """Record the pass as a CUDA graph; it is run twice before, as libraries want it."""
@@ -481,11 +525,12 @@ class _Shape:
         return self._logits
 
     def _pass(self) -> torch.Tensor:
-        tokens_B, positions_B, places_B, weights_B = self._inputs[:, :4].unbind(1)
+        tokens_B, positions_B, places_B, weights_B, drawn_B = self._inputs[:, :5].unbind(1)
+        tokens_B = torch.where(drawn_B < 0, tokens_B, self._drawn[drawn_B.clamp_min(0)])
         attention = _BlockAttention(
-            self._model.attention, self._pool, self._kernel, self._inputs[:, 4:], positions_B, places_B
+            self._model.attention, self._pool, self._kernel, self._inputs[:, 5:], positions_B, places_B
         )
-        lora = BARE if self._bank is None else self._bank.share(weights_B)
+        lora = self._bank(weights_B)
         hidden_BD = hidden_states(self._model, tokens_B, positions_B, attention, lora)
         return self._model.logits(hidden_BD, lora)
 

@@ -223,7 +223,8 @@ def _clear(table: TopkLogprobs, length: int) -> None:
 class Sample:
     """One of a job's samples: the tokens it has, and its row while it is being decoded.
 
-    A sample that was put back has tokens which its new row must be fed again: `fed` of them have been.
+    A sample that was put back has tokens which its new row must be fed again: `fed` of them have been. `drawn` counts
+    tokens that have been chosen on the device and not been read.
     """
 
     index: int
@@ -233,6 +234,7 @@ class Sample:
     stop_reason: StopReason | None = None
     row: Row | None = None
     fed: int = 0
+    drawn: int = 0
 
 
 class Job:
@@ -250,7 +252,7 @@ class Job:
         self.samples = [Sample(index, [], [], []) for index in range(request.num_samples)]
         self.keys = prompt_keys(source.weights, self.prompt)
 
-    def commit(self, samples: Sequence[Sample], tokens: Array, logprobs: Array, topk: TopkLogprobs) -> None:
+    def commit(self, samples: Sequence[Sample], tokens: Array, logprobs: Array, topk: TopkLogprobs | None) -> None:
         """Give samples a token each, tell the listener, and mark those that end."""
         if not np.isfinite(logprobs).all():
             raise EngineError("the model's logits are not finite: its weights are broken", "server")
@@ -259,7 +261,7 @@ class Job:
         for at, (sample, token, logprob) in enumerate(zip(samples, tokens.tolist(), logprobs.tolist(), strict=True)):
             sample.tokens.append(token)
             sample.logprobs.append(logprob)
-            if self.request.topk_sample_logprobs:
+            if topk is not None:
                 sample.topk.append(TopkLogprobs(topk.token_ids[at], topk.logprobs[at]))
             if ended[at]:
                 sample.stop_reason = "stop"
@@ -268,6 +270,10 @@ class Job:
             drawn.append(DrawnToken(sample.index, token, logprob, sample.stop_reason))
         if self._listener is not None:
             self._listener(drawn)
+
+    def full(self, sample: Sample) -> bool:
+        """Whether a sample has all the tokens it may have, read or not."""
+        return len(sample.tokens) + sample.drawn >= self.limit
 
     def score_rows(self, start: int, stop: int) -> Iterator[range]:
         """The positions in `[start, stop)` whose logits the request asks for, in portions that fit the budget."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tinkex.engine import EngineError
+from tinkex.engine.copies import to_device, to_host
 from tinkex.engine.custom import CompiledLoss
 from tinkex.engine.losses import (
     CUSTOM,
@@ -41,6 +42,11 @@ class Evaluated:
     losses_L: torch.Tensor
     grad_M: torch.Tensor | None
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def to_host(self) -> Evaluated:
+        """A copy that is there once the device has come so far."""
+        grad_M = None if self.grad_M is None else to_host(self.grad_M)
+        return Evaluated(to_host(self.losses_L.detach()), grad_M, self.metrics)
 
 
 class Objective(Protocol):
@@ -101,7 +107,7 @@ class TableLoss:
 
         def put(arrays: Sequence[Array], dtype: torch.dtype) -> torch.Tensor:
             flat = np.concatenate([array.reshape(-1) for array in arrays])
-            return torch.from_numpy(flat).to(device=logprobs_M.device, dtype=dtype)
+            return to_device(flat, logprobs_M.device, dtype)
 
         inputs = {key: put([v[i] for i in indices], logprobs_M.dtype) for key, v in examples.inputs.items()}
         inputs[SEQUENCE] = put([np.full(examples.targets[i].size, n) for n, i in enumerate(indices)], torch.int64)

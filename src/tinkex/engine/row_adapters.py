@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from tinkex.engine.copies import to_device
 from tinkex.engine.span_adapters import ROWS
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Spread:
             result += range(len(source), len(source) + stop - start)
             target += range(start, stop)
             source += [min(row, stop - 1) for row in range(start, start + padded(stop - start))]
-        return cls(*(torch.tensor(rows, device=like.device) for rows in (source, result, target)))
+        return cls(*(to_device(rows, like.device) for rows in (source, result, target)))
 
 
 class RowAdapters:
@@ -196,6 +197,10 @@ class Bank:
         """The adaptation of a pass whose rows belong to the adapters of these numbers."""
         return BankShare(self._a, self._b, (numbers_T[:, None] == self._owner_R).to(self._dtype))
 
+    def whole(self) -> BankShare:
+        """The adaptation of a pass whose rows all belong to the one adapter there is."""
+        return BankShare(self._a, self._b, None)
+
     def _put(self, number: int, lora: Lora) -> bool:
         most = widest(lora)
         start = self._gap(most)
@@ -238,12 +243,14 @@ class BankShare:
 
     a: Mapping[str, torch.Tensor]
     b: Mapping[str, torch.Tensor]
-    mask_TR: torch.Tensor
+    mask_TR: torch.Tensor | None
+    """What is each row's own; None if everything is."""
 
     def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
         """A linear layer with each row's adapter's share added."""
         y_TN = F.linear(x_TD, linear.weight_ND, linear.bias_N)
-        mask_TR = self.mask_TR if rows_T is None else self.mask_TR[rows_T]
         low_TR = F.linear(x_TD, self.a[linear.name])
-        low_TR = (low_TR.view(x_TD.shape[0], -1, mask_TR.shape[1]) * mask_TR[:, None]).view(low_TR.shape)
+        if self.mask_TR is not None:
+            mask_TR = self.mask_TR if rows_T is None else self.mask_TR[rows_T]
+            low_TR = (low_TR.view(x_TD.shape[0], -1, mask_TR.shape[1]) * mask_TR[:, None]).view(low_TR.shape)
         return y_TN.addmm_(low_TR, self.b[linear.name].t())

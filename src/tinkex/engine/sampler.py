@@ -6,6 +6,9 @@ alike under the same weights, also when they come later. Jobs wait while there i
 admitted in the order they came, and owners in turn, so that each gets its share. When the room ends in the middle, the
 youngest sample is put back, keeps its tokens, and is fed them again.
 
+Where the device runs on its own, a step is begun before the tokens of the one before have been read: rows whose end is
+seen only then have run for a token too many, which nobody looks at.
+
 What a job gives depends on that job alone: random numbers are counted (see `choices`), and on a CPU neighbours change
 no bit of a row (see `decoding`).
 
@@ -25,6 +28,7 @@ import torch.nn.functional as F
 from tinkex.engine import EngineError, SampleDone
 from tinkex.engine.cache import BLOCK, Pool, block_bytes, blocks_for
 from tinkex.engine.choices import choose, uniforms
+from tinkex.engine.copies import mark, to_host
 from tinkex.engine.decoding import Decoding, Piece, Prefill, Row, SlabDecoding, StaticDecoding, put
 from tinkex.engine.jobs import Job, Sample
 from tinkex.engine.row_adapters import Products, RowAdapters, padded
@@ -89,6 +93,21 @@ class _Running:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Tokens that were chosen in one step, and have perhaps not arrived."""
+
+    samples: Sequence[tuple[Sample, Row | None]]
+    """With the row that each had then."""
+    jobs: Sequence[tuple[_Running, list[int]]]
+    """Which of the samples are whose."""
+    topk: Sequence[tuple[torch.Tensor, torch.Tensor] | None]
+    """The likeliest tokens, for jobs that ask for them."""
+    both_2B: torch.Tensor
+    """Tokens and log-probabilities."""
+    done: torch.cuda.Event | None
+
+
 class Runner:
     """The jobs on one base model."""
 
@@ -101,7 +120,9 @@ class Runner:
         self._prefill = Prefill(model, self._pool, self._products)
         static = model.embed_VD.device.type != "cpu" if limits.static is None else limits.static
         self._decoding: Decoding = (
-            StaticDecoding(model, self._pool) if static else SlabDecoding(model, self._pool, self._products)
+            StaticDecoding(model, self._pool, limits.max_rows)
+            if static
+            else SlabDecoding(model, self._pool, self._products)
         )
         self._queues: dict[str, deque[tuple[str, Job]]] = {}
         """By owner, the jobs that wait."""
@@ -109,6 +130,7 @@ class Runner:
         """Jobs that were put back, with their owners; they come first."""
         self._shares = Shares()
         self._running: list[_Running] = []
+        self._unread: _Drawn | None = None
 
     def busy(self) -> bool:
         """Whether any job is unfinished."""
@@ -128,7 +150,10 @@ class Runner:
     def step(self) -> list[SampleDone]:
         """Decode a token of every row, then run a chunk of prompts."""
         self._seat()
-        self._decode()
+        drawn = self._decode()
+        if self._decoding.ahead:
+            drawn, self._unread = self._unread, drawn
+        self._read(drawn)
         self._run_prompts()
         ended = [running for running in self._running if running.error or _ended(running)]
         return [self._finish(running) for running in ended]
@@ -154,7 +179,9 @@ class Runner:
         for running in list(self._running):
             for sample in list(running.rows):
                 row = sample.row
-                if row is not None and row.length == len(row.blocks) * BLOCK and self._make_room(sample):
+                if row is None or row.length < len(row.blocks) * BLOCK or running.job.full(sample):
+                    continue
+                if self._make_room(sample):
                     row.blocks += self._blocks.take(1)
 
     def _seat_next(self, running: _Running) -> bool:
@@ -179,16 +206,16 @@ class Runner:
 
     def _make_room(self, sample: Sample) -> bool:
         """See that a block is free, by putting back whatever is younger than this sample; else that one goes too."""
-        while not self._blocks.free:
+        if not self._blocks.free:  # who is put back keeps all its tokens, and who has ended makes room
+            self._read(self._unread)
+            self._unread = None
+        while sample.row is not None and not self._blocks.free:
             youngest = self._running[-1]
             if not youngest.rows:
                 self._put_back(youngest)
                 continue
-            last = youngest.rows[-1]
-            self._unseat(youngest, last)
-            if last is sample:
-                return False
-        return True
+            self._unseat(youngest, youngest.rows[-1])
+        return sample.row is not None
 
     def _put_back(self, running: _Running) -> None:
         """Back to the head of the queue: its tokens are kept, its prompt will be run again."""
@@ -200,7 +227,7 @@ class Runner:
         self._decoding.leave(sample.row)
         self._blocks.release(sample.row.blocks)
         running.rows.remove(sample)
-        sample.row = None
+        sample.row, sample.drawn = None, 0
         if again:
             running.waiting.insert(0, sample)
 
@@ -221,43 +248,71 @@ class Runner:
 
     # --- Decoding ---
 
-    def _decode(self) -> None:
-        owners = {id(s.row): (running, s) for running in self._running for s in running.rows if s.row is not None}
+    def _decode(self) -> _Drawn | None:
+        """Run a token of every row that may have another, and draw the next."""
+        owners = {
+            id(sample.row): (running, sample)
+            for running in self._running
+            for sample in running.rows
+            if sample.row is not None and not running.job.full(sample)
+        }
         if not owners:
-            return
+            return None
         rows = self._decoding.arrange([sample.row for _, sample in owners.values() if sample.row is not None])
         pairs = [owners[id(row)] for row in rows]
         for row, (_, sample) in zip(rows, pairs, strict=True):
-            row.token = sample.tokens[sample.fed]
+            if sample.fed < len(sample.tokens):
+                row.token, row.drawn = sample.tokens[sample.fed], -1
             sample.fed += 1
         try:
             logits_BV = self._decoding.logits(rows)
-            self._draw(logits_BV, pairs)
+            fresh = [at for at, (_, s) in enumerate(pairs) if s.fed == len(s.tokens) + s.drawn]
+            if len(fresh) < len(pairs):  # the logits of tokens that are fed again are known
+                logits_BV, pairs = logits_BV[put(fresh, logits_BV)], [pairs[at] for at in fresh]
+            return self._draw(logits_BV, pairs, later=True) if fresh else None
         except Exception as error:
             _fail([running for running, _ in pairs], error)
+            return None
 
-    def _draw(self, logits_BV: torch.Tensor, pairs: Sequence[tuple[_Running, Sample]]) -> None:
-        """Choose a token for every sample that has been fed all it has; the logits of the others are known."""
-        fresh = [at for at, (_, sample) in enumerate(pairs) if sample.fed == len(sample.tokens)]
-        if len(fresh) < len(pairs):
-            if not fresh:
-                return
-            logits_BV, pairs = logits_BV[put(fresh, logits_BV)], [pairs[at] for at in fresh]
-        numbers_B = _numbers(pairs)
+    def _draw(self, logits_BV: torch.Tensor, pairs: Sequence[tuple[_Running, Sample]], *, later: bool) -> _Drawn:
+        """Choose a token for every sample, on the device; `later` ones are the next that their rows are fed."""
         params_B = [running.job.request.sampling_params for running, _ in pairs]
-        tokens_B, logprobs_BV = choose(logits_BV, numbers_B, params_B)
+        tokens_B, logprobs_BV = choose(logits_BV, _numbers(pairs), params_B)
         chosen_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
-        both_2B = torch.stack([tokens_B.double(), chosen_B.double()]).cpu().numpy()  # one wait for the device
-        tokens, logprobs = both_2B[0].astype(np.int64), both_2B[1].astype(np.float32)
+        if later:
+            self._decoding.keep(tokens_B)
         rows_of: dict[int, list[int]] = {}
-        for at, (running, _) in enumerate(pairs):
+        for at, (running, sample) in enumerate(pairs):
             rows_of.setdefault(id(running), []).append(at)
-        for at_b in rows_of.values():
-            running = pairs[at_b[0]][0]
-            samples = [pairs[at][1] for at in at_b]
+            sample.drawn += 1
+            if sample.row is not None:
+                sample.row.drawn = at
+        jobs = [(pairs[at_b[0]][0], at_b) for at_b in rows_of.values()]
+        topk = [_likeliest(logprobs_BV, at_b, running.job.request.topk_sample_logprobs) for running, at_b in jobs]
+        both_2B = to_host(torch.stack([tokens_B.double(), chosen_B.double()]))  # one copy
+        return _Drawn([(sample, sample.row) for _, sample in pairs], jobs, topk, both_2B, mark(logits_BV.device))
+
+    def _read(self, drawn: _Drawn | None) -> None:
+        """Give samples the tokens that were drawn for them; those that have ended or gone meanwhile need none."""
+        if drawn is None:
+            return
+        try:
+            if drawn.done is not None:
+                drawn.done.synchronize()
+            both_2B = drawn.both_2B.numpy()
+        except Exception as error:
+            _fail([running for running, _ in drawn.jobs], error)
+            return
+        tokens, logprobs = both_2B[0].astype(np.int64), both_2B[1].astype(np.float32)
+        for (running, at_b), topk in zip(drawn.jobs, drawn.topk, strict=True):
+            kept = [at for at in at_b if drawn.samples[at][0].row is drawn.samples[at][1]]
+            samples = [drawn.samples[at][0] for at in kept]
+            for sample in samples:
+                sample.drawn -= 1
+            if not kept or running.error is not None:
+                continue
             try:
-                topk = _likeliest(logprobs_BV, at_b, running.job.request.topk_sample_logprobs)
-                running.job.commit(samples, tokens[at_b], logprobs[at_b], topk)
+                running.job.commit(samples, tokens[kept], logprobs[kept], _table(topk, at_b, kept))
             except Exception as error:
                 running.error = error
                 continue
@@ -365,7 +420,7 @@ class Runner:
             fresh = [sample for sample in running.waiting if not sample.tokens]
             for first in range(0, len(fresh), FIRST_TOKENS):
                 pairs = [(running, sample) for sample in fresh[first : first + FIRST_TOKENS]]
-                self._draw(logits_V.expand(len(pairs), -1), pairs)
+                self._read(self._draw(logits_V.expand(len(pairs), -1), pairs, later=False))
             running.waiting = [sample for sample in running.waiting if sample.stop_reason is None]
 
 
@@ -381,14 +436,26 @@ def _fail(runnings: Sequence[_Running], error: Exception) -> None:
 def _numbers(pairs: Sequence[tuple[_Running, Sample]]) -> Array:
     seeds = [running.job.seed for running, _ in pairs]
     indices = np.array([sample.index for _, sample in pairs])
-    return uniforms(seeds, indices, np.array([len(sample.tokens) for _, sample in pairs]))
+    return uniforms(seeds, indices, np.array([len(sample.tokens) + sample.drawn for _, sample in pairs]))
 
 
-def _likeliest(logprobs_BV: torch.Tensor, at_b: Sequence[int], k: int) -> TopkLogprobs:
+def _likeliest(logprobs_BV: torch.Tensor, at_b: Sequence[int], k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Tokens and log-probabilities of the k likeliest, for some rows."""
     if not k:
-        return TopkLogprobs(np.zeros((len(at_b), 0), np.int32), np.zeros((len(at_b), 0), np.float32))
+        return None
     values, ids = logprobs_BV[put(at_b, logprobs_BV)].topk(k, dim=-1)
-    return TopkLogprobs(ids.cpu().numpy(), values.cpu().numpy())
+    return to_host(ids), to_host(values)
+
+
+def _table(
+    topk: tuple[torch.Tensor, torch.Tensor] | None, at_b: Sequence[int], kept: Sequence[int]
+) -> TopkLogprobs | None:
+    """Of the rows that were kept of those it was made for."""
+    if topk is None:
+        return None
+    chosen = np.isin(at_b, kept)
+    ids, values = topk
+    return TopkLogprobs(ids.numpy()[chosen], values.numpy()[chosen])
 
 
 class Sampler:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from tinkex.engine.elementwise import kernels_for
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 ROWS = 4
 """Spans are padded to a multiple of so many tokens."""
+
+MOST_FUSED = 128
+"""Up to this rank an accelerator adds an adapter's share with a kernel of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ def forward(x_TD: torch.Tensor, linear: Linear, shares: Sequence[Share]) -> tupl
         here, factors = slice(share.start, share.stop), share.factors
         low_TR = F.linear(x_TD[here], factors.a_RD)
         for y, low, b in zip(_parts(y_TN[here], linear), _each(low_TR, linear), factors.b_NR, strict=True):
-            y.addmm_(low, b.t(), alpha=factors.scale)
+            _add_product(y, low, b.t(), factors.scale)
         lows.append(low_TR)
     return y_TN, lows
 
@@ -118,8 +123,15 @@ def backward(
         if share.into is not None:
             share.into.a_RD.add_(_product(dlow_TR.t(), x_TD[here]))
         if dx_TD is not None:
-            dx_TD[here].addmm_(dlow_TR, factors.a_RD)
+            _add_product(dx_TD[here], dlow_TR, factors.a_RD, 1.0)
     return dx_TD
+
+
+def _add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
+    if low_TR.shape[1] <= MOST_FUSED and (fused := kernels_for(y_TN)) is not None and y_TN.dtype == torch.bfloat16:
+        fused.add_product(y_TN, low_TR, high_RN, scale)
+    else:
+        y_TN.addmm_(low_TR, high_RN, alpha=scale)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
 """How many tokens a step of training takes: about a second's work, since sampling waits for it."""
 
+ROOMY = 120 << 30
+"""An accelerator with this much memory takes twice as many."""
+
 
 @dataclass
 class _Base:
@@ -107,7 +110,7 @@ class TorchEngine:
         where = torch.device(device)
         dtype = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
         self._bases = {name: _Base(name, resolve(source), dtype, where) for name, source in models.items()}
-        self._trainer = Trainer(micro_batch_tokens or STEP_TOKENS.get(where.type, STEP_TOKENS["cuda"]))
+        self._trainer = Trainer(micro_batch_tokens or _step_tokens(where), ahead=where.type == "cuda")
         self._dropped: list[PassDone] = []
         self._adapters: dict[str, Adapter] = {}
         self._losses: dict[str, CompiledLoss] = {}
@@ -245,3 +248,9 @@ class TorchEngine:
         if name not in self._adapters:
             raise EngineError(f"there is no adapter {name!r}")
         return self._adapters[name]
+
+
+def _step_tokens(device: torch.device) -> int:
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= ROOMY:
+        return 2 * STEP_TOKENS["cuda"]
+    return STEP_TOKENS.get(device.type, STEP_TOKENS["cuda"])

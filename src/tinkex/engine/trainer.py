@@ -4,7 +4,9 @@ A pass is cut into pieces under a token budget: its data are sorted by length, s
 side by side and share one attention call. A step takes pieces of as many passes as fit the budget, of any adapters of
 one base model, fairly by owner, and runs them together. How a pass is cut depends on that pass alone, and nothing is
 ever reduced over tokens of two pieces: so its results do not depend on what runs beside it. The gradient of a pass is
-complete before it is added to an adapter's: a pass that fails leaves no trace.
+complete before it is added to an adapter's: a pass that fails leaves no trace. A datum that is longer than a step's
+budget is run with its layers' states alone kept for backward. Where the device runs on its own, the
+results of a step are read when the next one is under way.
 
 Axes: T packed tokens of a step, M targets (one or several per token), D hidden, V vocabulary, L values of a loss
 (one per target, or one per datum), N data.
@@ -23,6 +25,7 @@ import torch
 
 from tinkex.engine import ADAMW, EngineError, PassDone
 from tinkex.engine.attention import PackedAttention, soft_cap_slope
+from tinkex.engine.copies import mark, to_device, to_host
 from tinkex.engine.decoder import Decoder, cap_logits, hidden_states
 from tinkex.engine.elementwise import kernels_for
 from tinkex.engine.lora import Factors, Layout, Linear
@@ -37,7 +40,7 @@ from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import ForwardBackwardOutput, LoraConfig, OptimizerConfigBase, OptimParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tinkex.types.inputs import Datum, LossFnOutput
 
@@ -52,8 +55,14 @@ LEAST_ROWS = 64
 KEPT_LOGITS = 1 << 24
 """A step with no more logits than this keeps them for backward; one with more computes them again."""
 
+KEPT_SHARE = 0.1
+"""On an accelerator it keeps those that take no more than this share of the memory that is free."""
+
 ROOMIER = 64
-"""An accelerator takes so many times as much of both."""
+"""An accelerator computes so many times as many at once."""
+
+SPARE_BEYOND = 4
+"""On a CPU, which has more memory than time, a datum may be so many times as long before its layers run twice."""
 
 MOST_PIECES = 64
 """How many pieces a step takes: each costs some small products of its own."""
@@ -123,10 +132,10 @@ class Pass:
         """The tokens of a piece."""
         return sum(self.examples.tokens[index].size for index in piece)
 
-    def finish(self) -> ForwardBackwardOutput:
+    def finish(self, *, finite: bool) -> ForwardBackwardOutput:
         """Add the gradient to the adapter's; everything has been run."""
         if self.scratch is not None:
-            if not bool(torch.isfinite(self.scratch.sum())):
+            if not finite:
                 raise EngineError("the gradient is not finite; nothing was added")
             self.adapter.grad = self.scratch if self.adapter.grad is None else self.adapter.grad + self.scratch
         return self.results.output(self.examples, self.objective)
@@ -149,14 +158,17 @@ def cut(examples: Examples, budget: int) -> Iterator[list[int]]:
 class Trainer:
     """The passes under way on any adapters, advanced by a step at a time."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, *, ahead: bool = False) -> None:
         self.budget = budget
         """How many tokens a step may take; halved when memory runs out."""
+        self.ahead = ahead
+        """Whether a step may be begun before the results of the one before have been read."""
         self._passes: dict[str, deque[Pass]] = {}
         """By adapter, in order."""
         self._owners = Shares()
         self._adapters: dict[str, Shares] = {}
         """By owner, the shares of the owner's adapters."""
+        self._unread: Launched | None = None
 
     def start(
         self,
@@ -186,17 +198,36 @@ class Trainer:
 
     def step(self) -> list[PassDone]:
         """Run a few pieces together, and return the passes that ended."""
-        chosen = self._choose()
+        chosen, before, self._unread = self._choose(), self._unread, None
+        if not chosen:
+            return self._read(before)
+        try:
+            launched = launch(chosen, sparing=self._sparing(chosen))
+        except Exception as error:
+            done = self._read(before)  # which may hold other pieces of the same passes
+            if not _is_out_of_memory(error):
+                return done + self._ended(chosen, dict.fromkeys((work.job for work, _ in chosen), error))
+            return done + self._ended(chosen, self._halve(chosen, error))
+        if not self.ahead or self._next(None) is None:  # nothing is to be gained by waiting
+            return self._read(before) + self._read(launched)
+        self._unread = launched
+        return self._read(before)
+
+    def _sparing(self, chosen: Sequence[tuple[Pass, list[int]]]) -> bool:
+        """Whether a step has to be, since its one datum exceeds what the budget allows to keep."""
+        return sum(work.size(piece) for work, piece in chosen) > self.budget * (1 if self.ahead else SPARE_BEYOND)
+
+    def _read(self, launched: Launched | None) -> list[PassDone]:
+        """Take in the results of a step."""
+        if launched is None:
+            return []
         outcomes: dict[str, Exception | None] = {}
         try:
-            for work, error in run(chosen):
+            for work, error in launched.read():
                 outcomes[work.job] = outcomes.get(work.job) or error
         except Exception as error:
-            if not _is_out_of_memory(error):
-                outcomes = dict.fromkeys((work.job for work, _ in chosen), error)
-            elif (outcomes := self._halve(chosen, error)) == {}:
-                return []
-        return self._ended({work.job: work for work, _ in chosen}, outcomes)
+            outcomes = dict.fromkeys((work.job for work, _ in launched.chosen), error)
+        return self._ended(launched.chosen, outcomes, launched.finite)
 
     def _choose(self) -> list[tuple[Pass, list[int]]]:
         """Pieces of one base model, with or without gradients, whoever has had least first."""
@@ -233,17 +264,24 @@ class Trainer:
         for owner, names in waiting.items():
             self._adapters[owner].note(names)
 
-    def _ended(self, works: dict[str, Pass], outcomes: dict[str, Exception | None]) -> list[PassDone]:
+    def _ended(
+        self,
+        chosen: Sequence[tuple[Pass, list[int]]],
+        outcomes: dict[str, Exception | None],
+        finite: Mapping[str, torch.Tensor] | None = None,
+    ) -> list[PassDone]:
         done = []
+        works = {work.job: work for work, _ in chosen}
         for job, error in outcomes.items():
             work = works[job]
-            if error is None and work.left:
-                continue
+            passes = self._passes.get(work.name, deque())
+            if work not in passes or (error is None and work.left):
+                continue  # its adapter was dropped meanwhile; or it goes on
             try:
-                result: ForwardBackwardOutput | Exception = error or work.finish()
+                whole = finite is None or job not in finite or bool(finite[job])
+                result: ForwardBackwardOutput | Exception = error or work.finish(finite=whole)
             except EngineError as refusal:
                 result = refusal
-            passes = self._passes[work.name]
             passes.remove(work)
             if not passes:
                 del self._passes[work.name]
@@ -251,9 +289,9 @@ class Trainer:
         return done
 
     def _halve(self, chosen: list[tuple[Pass, list[int]]], error: Exception) -> dict[str, Exception | None]:
-        """Begin the passes of a step anew in smaller pieces; what cannot be cut any smaller fails, and is returned."""
+        """Begin the passes of a step anew under a smaller budget; what took the least it can fails, and is returned."""
         works = {work.job: work for work, _ in chosen}
-        if len(chosen) == 1 and len(chosen[0][1]) == 1:
+        if len(chosen) == 1 and len(chosen[0][1]) == 1 and self._sparing(chosen):
             (work, [index]), size = chosen[0], chosen[0][0].size(chosen[0][1])
             text = f"datum {index}: {size} tokens need more memory than there is; nothing was added"
             refusal = EngineError(text, "server")
@@ -278,28 +316,52 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def run(chosen: Sequence[tuple[Pass, list[int]]]) -> Iterator[tuple[Pass, Exception | None]]:
-    """Run pieces beside each other; gives each with what was wrong with it, if anything was."""
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device has been given, and where its results will be."""
+
+    chosen: Sequence[tuple[Pass, list[int]]]
+    losses: Sequence[Evaluated | EngineError]
+    logprobs: Sequence[torch.Tensor]
+    finite: Mapping[str, torch.Tensor]
+    """Whether the gradient of a pass is, by job, for those of which this was the last step."""
+    done: torch.cuda.Event | None
+
+    def read(self) -> Iterator[tuple[Pass, Exception | None]]:
+        """Wait for the results and store them; gives each piece with what was wrong with it, if anything was."""
+        if self.done is not None:
+            self.done.synchronize()
+        for (work, piece), logprobs_M, loss in zip(self.chosen, self.logprobs, self.losses, strict=True):
+            work.left -= 1
+            yield work, loss if isinstance(loss, EngineError) else _put(work, piece, logprobs_M, loss)
+
+
+def launch(chosen: Sequence[tuple[Pass, list[int]]], *, sparing: bool) -> Launched:
+    """Run pieces beside each other; what is wrong with one never reaches another's tokens.
+
+    If `sparing`, layers are computed again in backward rather than kept.
+    """
     model, wants_gradient = chosen[0][0].adapter.model, chosen[0][0].backward
     packed = Packed.of(chosen, model.embed_VD)
     adapters = SpanAdapters(
         [_span(work, rows) for (work, _), rows in zip(chosen, packed.spans, strict=True)], packed.device
     )
-    outcomes: list[tuple[Pass, Exception | None]] = []
     with torch.set_grad_enabled(wants_gradient):
         attend = PackedAttention(packed.runs, model.attention, packed.device)
-        hidden_TD = hidden_states(model, packed.tokens_T, packed.positions_T, attend, adapters)
-        logprobs_M = target_logprobs(model, hidden_TD, packed.rows_M, packed.targets_M, adapters)
+        hidden_TD = hidden_states(
+            *(model, packed.tokens_T, packed.positions_T, attend, adapters), sparing=sparing and wants_gradient
+        )
+        logprobs_M = target_logprobs(model, hidden_TD, packed.wanted(model.head, adapters.spans), adapters)
         parts = torch.split(logprobs_M.detach(), packed.sizes)
         losses = [_evaluate(work, piece, part) for (work, piece), part in zip(chosen, parts, strict=True)]
         if wants_gradient and not all(isinstance(loss, EngineError) for loss in losses):
             grads = [_gradient(loss, part) for loss, part in zip(losses, parts, strict=True)]
             logprobs_M.backward(torch.cat(grads))  # type: ignore[no-untyped-call]
-    # Looked at only now, since that waits for the device: what is wrong with a piece never reaches another's tokens.
-    for (work, piece), part, loss in zip(chosen, parts, losses, strict=True):
-        work.left -= 1
-        outcomes.append((work, loss if isinstance(loss, EngineError) else _put(work, piece, part, loss)))
-    yield from outcomes
+    last = {work.job: work.scratch for work, _ in chosen if work.scratch is not None and not work.pieces}
+    finite = {job: to_host(torch.isfinite(scratch.sum())) for job, scratch in last.items()}
+    logprobs = torch.split(to_host(logprobs_M.detach()), packed.sizes)
+    losses = [loss if isinstance(loss, EngineError) else loss.to_host() for loss in losses]
+    return Launched(chosen, losses, logprobs, finite, mark(packed.device))
 
 
 def _span(work: Pass, rows: tuple[int, int]) -> Span:
@@ -329,7 +391,7 @@ def _put(work: Pass, piece: list[int], logprobs_M: torch.Tensor, loss: Evaluated
     try:
         work.results.put(piece, logprobs_M, loss)
         if loss.grad_M is not None:
-            _check_finite("gradient of the loss", loss.grad_M.cpu().numpy(), work.results.starts, piece)
+            _check_finite("gradient of the loss", loss.grad_M.numpy(), work.results.starts, piece)
     except EngineError as error:
         return error
     return None
@@ -342,7 +404,10 @@ class Packed:
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     runs: list[tuple[int, int]]
+    rows: Array
+    """To which token each target belongs, ascending; here and …"""
     rows_M: torch.Tensor
+    """… on the device."""
     targets_M: torch.Tensor
     spans: list[tuple[int, int]]
     """The tokens of each piece, padded; and …"""
@@ -353,6 +418,11 @@ class Packed:
     def device(self) -> torch.device:
         """Where they are."""
         return self.tokens_T.device
+
+    def wanted(self, head: Linear, spans: Sequence[Span]) -> Wanted:
+        """The targets, in chunks whose logits fit the budget."""
+        distinct = bool((np.diff(self.rows) > 0).all())
+        return Wanted(self.rows_M, self.targets_M, _chunks(head, self.rows, spans, self.device), distinct)
 
     @classmethod
     def of(cls, chosen: Sequence[tuple[Pass, list[int]]], like: torch.Tensor) -> Packed:
@@ -384,10 +454,32 @@ class Packed:
             sizes.append(sum(t.size for t in flat))
             start += sum(here)
 
-        def put(arrays: Sequence[Array]) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate(arrays)).to(device=like.device, dtype=torch.int64)
+        def put(array: Array) -> torch.Tensor:
+            return to_device(array, like.device)
 
-        return cls(put(tokens), put([np.arange(n) for n in lengths]), runs, put(rows), put(targets), spans, sizes)
+        positions, flat_rows = np.concatenate([np.arange(n) for n in lengths]), np.concatenate(rows)
+        return cls(
+            put(np.concatenate(tokens)),
+            put(positions),
+            runs,
+            flat_rows,
+            put(flat_rows),
+            put(np.concatenate(targets)),
+            spans,
+            sizes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The targets whose log-probabilities are wanted."""
+
+    rows_M: torch.Tensor
+    targets_M: torch.Tensor
+    chunks: Sequence[tuple[slice, slice]]
+    """Slices of tokens whose logits are computed at once, with the slices of targets that belong to them."""
+    distinct: bool
+    """Whether no token has two targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,10 +501,10 @@ class Results:
 
     def put(self, indices: list[int], logprobs_M: torch.Tensor, evaluated: Evaluated) -> None:
         """Store the results of a micro-batch; losses that overflowed are refused."""
-        losses_L = evaluated.losses_L.detach().double().cpu().numpy()
+        losses_L = evaluated.losses_L.double().numpy()
         _check_finite("loss", losses_L, self.loss_starts, indices)
         self.losses_L[_places(self.loss_starts, indices)] = losses_L
-        self.logprobs_M[_places(self.starts, indices)] = logprobs_M.detach().double().cpu().numpy()
+        self.logprobs_M[_places(self.starts, indices)] = logprobs_M.double().numpy()
         for name, values in evaluated.metrics.items():
             self.metrics_N.setdefault(name, np.zeros(self.starts.size - 1))[indices] = values
 
@@ -448,29 +540,33 @@ def _check_finite(what: str, values: Array, starts: Array, indices: list[int]) -
         raise EngineError(f"datum {index}: the {what} is not finite; nothing was added")
 
 
-def target_logprobs(
-    model: Decoder, hidden_TD: torch.Tensor, rows_M: torch.Tensor, targets_M: torch.Tensor, adapters: SpanAdapters
-) -> torch.Tensor:
-    """Log-probabilities of targets (target m belongs to row `rows_M[m]`, ascending), never holding all logits."""
+def target_logprobs(model: Decoder, hidden_TD: torch.Tensor, wanted: Wanted, adapters: SpanAdapters) -> torch.Tensor:
+    """Log-probabilities of targets, never holding all logits."""
     logprobs_M: torch.Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, adapters.anchor, model.head, rows_M, targets_M, adapters, model.config.logit_cap
+        hidden_TD, adapters.anchor, model.head, wanted, adapters, model.config.logit_cap
     )
     return logprobs_M
 
 
-def _allowed(logits: int, where: torch.Tensor) -> int:
-    return logits * ROOMIER if where.is_cuda else logits
+def _may_keep(logits: int, like: torch.Tensor) -> bool:
+    """Whether so many logits are kept."""
+    if not like.is_cuda:
+        return logits <= KEPT_LOGITS
+    unused = torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(like.device)
+    free: int = torch.cuda.mem_get_info(like.device)[0] + unused
+    return logits * like.element_size() <= KEPT_SHARE * free
 
 
-def _chunks(head: Linear, rows_M: torch.Tensor, adapters: SpanAdapters) -> Iterator[tuple[slice, slice]]:
-    """Slices of rows whose logits fit the budget, with the slices of targets that belong to them.
+def _chunks(head: Linear, rows: Array, spans: Sequence[Span], device: torch.device) -> list[tuple[slice, slice]]:
+    """Slices of tokens whose logits fit the budget, with the slices of targets that belong to them.
 
     Spans that fit a chunk are never cut, and one that does not is cut by itself: neighbours decide nothing.
     """
-    room = max(LEAST_ROWS, _allowed(LOGITS_BUDGET, rows_M) // head.weight_ND.shape[0]) // ROWS * ROWS
+    budget = LOGITS_BUDGET * (ROOMIER if device.type == "cuda" else 1)
+    room = max(LEAST_ROWS, budget // head.weight_ND.shape[0]) // ROWS * ROWS
     stops: list[int] = []
     begun = end = 0
-    for span in adapters.spans:
+    for span in spans:
         if end > begun and span.stop - begun > room:
             stops.append(end)
             begun = end
@@ -478,12 +574,13 @@ def _chunks(head: Linear, rows_M: torch.Tensor, adapters: SpanAdapters) -> Itera
             begun += room
             stops.append(begun)
         end = span.stop
-    stops.append(end)
-    bounds = [0, *stops]
-    firsts = torch.searchsorted(rows_M, torch.tensor(bounds, device=rows_M.device)).tolist()
-    for chunk, (start, stop) in enumerate(zip(bounds, stops, strict=False)):
-        if start < stop:
-            yield slice(start, stop), slice(firsts[chunk], firsts[chunk + 1])
+    bounds = [0, *stops, end]
+    firsts = np.searchsorted(rows, bounds).tolist()
+    return [
+        (slice(start, stop), slice(first, last))
+        for start, stop, first, last in zip(bounds, bounds[1:], firsts, firsts[1:], strict=False)
+        if start < stop
+    ]
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -495,28 +592,27 @@ class _TargetLogprobs(torch.autograd.Function):
         hidden_TD: torch.Tensor,
         anchor: torch.Tensor | None,
         head: Linear,
-        rows_M: torch.Tensor,
-        targets_M: torch.Tensor,
+        wanted: Wanted,
         adapters: SpanAdapters,
         cap: float | None,
     ) -> torch.Tensor:
-        keep = anchor is not None and hidden_TD.shape[0] * head.weight_ND.shape[0] <= _allowed(KEPT_LOGITS, rows_M)
+        keep = anchor is not None and _may_keep(hidden_TD.shape[0] * head.weight_ND.shape[0], hidden_TD)
         out, kept = [], []
-        for rows, span in _chunks(head, rows_M, adapters):
+        for rows, span in wanted.chunks:
             logits_TV, _ = mixed_forward(hidden_TD[rows], head, adapters.shares(head, rows.start, rows.stop))
             scored = Scored.of(cap_logits(logits_TV, cap))
-            out.append(scored.at(rows_M[span] - rows.start, targets_M[span]))
+            out.append(scored.at(wanted.rows_M[span] - rows.start, wanted.targets_M[span]))
             if keep:
                 kept.append(scored)
-        ctx.save_for_backward(hidden_TD, rows_M, targets_M)
-        ctx.head, ctx.adapters, ctx.cap, ctx.kept = head, adapters, cap, kept
+        ctx.save_for_backward(hidden_TD)
+        ctx.head, ctx.wanted, ctx.adapters, ctx.cap, ctx.kept = head, wanted, adapters, cap, kept
         return torch.cat(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        hidden_TD, rows_M, targets_M = ctx.saved_tensors
+        (hidden_TD,), wanted = ctx.saved_tensors, ctx.wanted
         dhidden_TD = torch.empty_like(hidden_TD)
-        for chunk, (rows, span) in enumerate(_chunks(ctx.head, rows_M, ctx.adapters)):
+        for chunk, (rows, span) in enumerate(wanted.chunks):
             shares = ctx.adapters.shares(ctx.head, rows.start, rows.stop)
             x_TD = hidden_TD[rows]
             if ctx.kept:
@@ -526,13 +622,14 @@ class _TargetLogprobs(torch.autograd.Function):
                 logits_TV, lows = mixed_forward(x_TD, ctx.head, shares)
                 scored = Scored.of(cap_logits(logits_TV, ctx.cap))
             slope_TV = None if ctx.cap is None else soft_cap_slope(scored.logits_TV, ctx.cap)
-            dlogits_TV = scored.gradient(rows_M[span] - rows.start, targets_M[span], grads[0][span])
+            here_M, targets_M = wanted.rows_M[span] - rows.start, wanted.targets_M[span]
+            dlogits_TV = scored.gradient(here_M, targets_M, grads[0][span], distinct=wanted.distinct)
             if slope_TV is not None:
                 dlogits_TV.mul_(slope_TV)
             dx_TD = mixed_backward(dlogits_TV.to(x_TD.dtype), x_TD, lows, ctx.head, shares, wants_input=True)
             assert dx_TD is not None
             dhidden_TD[rows] = dx_TD
-        return dhidden_TD, None, None, None, None, None, None
+        return dhidden_TD, None, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -552,7 +649,9 @@ class Scored:
         """Log-probabilities of targets."""
         return self.logits_TV[rows_M, targets_M].to(self.sums_T1.dtype) - self.sums_T1[rows_M, 0]
 
-    def gradient(self, rows_M: torch.Tensor, targets_M: torch.Tensor, grad_M: torch.Tensor) -> torch.Tensor:
+    def gradient(
+        self, rows_M: torch.Tensor, targets_M: torch.Tensor, grad_M: torch.Tensor, *, distinct: bool
+    ) -> torch.Tensor:
         """Of the logits: at targets theirs, less softmax times its sum over the row. The logits may be overwritten.
 
         Where softmax is near one the two nearly cancel out: so they are subtracted before anything is rounded.
@@ -562,13 +661,14 @@ class Scored:
         if self.logits_TV.dtype == self.sums_T1.dtype:
             dlogits_TV = self.logits_TV.sub_(self.sums_T1).exp_().mul_(-row_grad_T1)
             return dlogits_TV.index_put_((rows_M, targets_M), grad_M, accumulate=True)
-        places_M, back_M = torch.unique(rows_M * self.logits_TV.shape[1] + targets_M, return_inverse=True)
-        theirs_M = torch.zeros(places_M.shape[0], dtype=grad_M.dtype, device=grad_M.device)
-        theirs_M.index_add_(0, back_M, grad_M)
-        rows, targets = places_M // self.logits_TV.shape[1], places_M % self.logits_TV.shape[1]
-        theirs_M -= self.at(rows, targets).exp() * row_grad_T1[rows, 0]
+        if not distinct:  # those that are the same token of the same row become one
+            places_M, back_M = torch.unique(rows_M * self.logits_TV.shape[1] + targets_M, return_inverse=True)
+            summed_M = torch.zeros(places_M.shape[0], dtype=grad_M.dtype, device=grad_M.device)
+            grad_M = summed_M.index_add_(0, back_M, grad_M)
+            rows_M, targets_M = places_M // self.logits_TV.shape[1], places_M % self.logits_TV.shape[1]
+        theirs_M = grad_M - self.at(rows_M, targets_M).exp() * row_grad_T1[rows_M, 0]
         dlogits_TV = self._softmax_gradient(row_grad_T1)
-        return dlogits_TV.index_put_((rows, targets), theirs_M.to(dlogits_TV.dtype))
+        return dlogits_TV.index_put_((rows_M, targets_M), theirs_M.to(dlogits_TV.dtype))
 
     def _softmax_gradient(self, row_grad_T1: torch.Tensor) -> torch.Tensor:
         if (fused := kernels_for(self.logits_TV)) is not None:
