@@ -121,7 +121,7 @@ async def test_a_pause_is_waited_for_even_when_prolonged(monkeypatch: pytest.Mon
     assert slept == [2, 3]
 
 
-@pytest.mark.covers("24.sampling.2")
+@pytest.mark.covers("1.19/5", "24.sampling.2")
 @pytest.mark.parametrize(
     ("size", "retry_after", "seconds"),
     [(10, None, 1), (131_072, None, 1), (131_073, None, 5), (10, 7.0, 7), (200_000, 2.0, 5)],
@@ -135,7 +135,7 @@ def test_back_pressure_pauses_by_size_or_as_the_server_asks(
     assert gate.backoff.until == pytest.approx(clock.now + seconds)
 
 
-@pytest.mark.covers("C70", "24.code.13")
+@pytest.mark.covers("1.19/4", "C70", "24.code.13")
 async def test_few_pass_after_back_pressure_and_their_bytes_weigh_more() -> None:
     clock = Clock()
     gate, inside, release = DispatchGate(100_000, Backoff(clock)), list[int](), asyncio.Event()

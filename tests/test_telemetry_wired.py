@@ -60,6 +60,7 @@ def kinds(server: FaultyServer) -> list[str]:
     return [event["event"] for event in told(server)]
 
 
+@pytest.mark.covers("1.4.4/4", "1.7/2")
 def test_a_session_tells_its_beginning_and_its_end(hosted: FaultyServer) -> None:
     with ServiceClient(api_key=KEY) as service:
         assert service.get_telemetry() is None  # there is no session yet
@@ -78,7 +79,7 @@ def test_a_session_tells_its_beginning_and_its_end(hosted: FaultyServer) -> None
     assert not reporter.is_alive
 
 
-@pytest.mark.covers("W03")
+@pytest.mark.covers("1.6/5", "W03")
 def test_a_failed_call_is_told_once_and_without_the_key(hosted: FaultyServer) -> None:
     with ServiceClient(api_key=KEY) as service:
         client = service.create_lora_training_client("m")
@@ -147,6 +148,7 @@ def test_a_long_session_keeps_its_connections_while_telemetry_fails(hosted: Faul
     wait_until(lambda: "SESSION_END" in kinds(hosted))
 
 
+@pytest.mark.covers("1.4.4/4")
 def test_telemetry_that_is_switched_off_sends_nothing(hosted: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with ServiceClient(api_key=KEY) as service:
@@ -183,7 +185,7 @@ def test_a_dropped_client_says_the_end_too(hosted: FaultyServer) -> None:
     wait_until(lambda: hosted.open_connections == 0)
 
 
-@pytest.mark.covers("D10")
+@pytest.mark.covers("1.4.4/4", "D10")
 def test_children_that_are_closed_or_dropped_leave_the_reporter_alone(hosted: FaultyServer) -> None:
     with ServiceClient(api_key=KEY) as service:
         client, sampler = service.create_lora_training_client("m"), service.create_sampling_client(base_model="m")
