@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from requirements import NOT_APPLICABLE, REQUIREMENTS, group_of
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as a script, its own directory is all that is looked in
+
+from tools.requirements import NOT_APPLICABLE, REQUIREMENTS, group_of  # noqa: E402
 
 # ── the markers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
