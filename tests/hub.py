@@ -28,7 +28,11 @@ class Hub:
         self.commits: list[dict[str, Any]] = []
         self.lfs_from = 1000
         self.refuse: dict[str, int] = {}
-        """Statuses by a part of the path."""
+        """Statuses by a part of the path …"""
+        self.words = "refused"
+        """… and what is said with them."""
+        self.signature = ""
+        """Put behind the addresses of large files."""
         self.chunk_size: int | None = None
         self.stall: dict[str, float] = {}
         """Seconds of silence by a part of the path."""
@@ -74,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         threading.Event().wait(sum(seconds for part, seconds in hub.stall.items() if part in path))
         for part, status in hub.refuse.items():
             if part in path:
-                return self._say(status, {"error": f"refused with {status}"}, **{"X-Error-Message": "refused"})
+                return self._say(status, {"error": f"{hub.words} with {status}"}, **{"X-Error-Message": hub.words})
         if path.startswith("/lfs/"):
             hub.lfs[path.removeprefix("/lfs/").partition("/")[0]] = (
                 hub.lfs.get(path.removeprefix("/lfs/").partition("/")[0], b"") + body
@@ -130,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted["oid"] in self.hub.lfs:
             return {**wanted}
         header: dict[str, str] = {}
-        href = f"{self.hub.url}/lfs/{wanted['oid']}"
+        href = f"{self.hub.url}/lfs/{wanted['oid']}{self.hub.signature}"
         if self.hub.chunk_size is not None:
             count = -(-wanted["size"] // self.hub.chunk_size)
             header = {"chunk_size": str(self.hub.chunk_size)}

@@ -32,6 +32,7 @@ from tinkex.errors import (
     is_retryable,
 )
 from tinkex.protocol import RETRIEVE_FUTURE, Operation
+from tinkex.redaction import Scrubber
 from tinkex.runtime import Inbox, Runtime, inbox_of, runtime
 from tinkex.transport import (
     CONFLICT_PATIENCE,
@@ -47,6 +48,9 @@ from tinkex.types.training import ForwardBackwardOutput
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
+
+_told = Scrubber()
+"""For the server's words: they go into logs, errors and events, and a key in them must not."""
 
 POLL_TIMEOUT = 45.0
 HELD = 1.0
@@ -381,6 +385,7 @@ class _Poll:
     def _heed(self, envelope: Mapping[str, Any], paused: float | None = None) -> float | None:
         """Pass the queue's state on; the seconds to wait before the next poll, where the server says."""
         state, reason = envelope.get("queue_state"), envelope.get("queue_state_reason")
+        reason = _told.without_keys(reason) if isinstance(reason, str) else reason
         if self.notice is not None and isinstance(state, str):
             self.notice(state, reason if isinstance(reason, str) else None, request_id=self.request_id)
         asked = envelope.get("retry_after_ms")
@@ -442,7 +447,7 @@ def failure_of(envelope: Mapping[str, Any], request_id: str, op: Operation) -> R
     """The error that an answer in band reports, in any of the forms servers use."""
     told = envelope.get("error")
     inner: Mapping[str, Any] = told if isinstance(told, dict) else {}
-    text = (inner.get("message") or inner.get("error")) if inner else told
+    text = _told.without_keys(str((inner.get("message") or inner.get("error")) if inner else told or ""))
     category = RequestErrorCategory.parse(inner.get("category") or envelope.get("category"))
     return RequestFailedError(
         f"{op.name} failed ({category.value} error): {text or 'the server gives no reason'}",

@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import importlib
 import json
+import logging
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tinkex.downloads import DownloadError, download_async
 from tinkex.errors import APIConnectionError, APITimeoutError, ConfigurationError, RequestFailedError, TinkerError
@@ -29,6 +30,8 @@ from tinkex.hub import sanitize_repo_id as sanitize_repo_id
 from tinkex.redaction import Scrubber
 from tinkex.rest import RestClient
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath, WeightsInfoResponse
+
+T = TypeVar("T")
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CONFIG, COMPLETE, CARD = "adapter_config.json", "checkpoint_complete", "README.md"
@@ -148,10 +151,11 @@ class _Hub:
         self._scrubber = Scrubber([token])
 
     @contextlib.contextmanager
-    def _impatient(self) -> Iterator[None]:
-        """The library's requests have no time limit, and its session is the whole process's: ours get one on the way.
+    def _watched(self) -> Iterator[None]:
+        """Gives the library's requests a time limit, and takes secrets out of what its HTTP client logs of them.
 
-        They are known by the token. Large files go to addresses that need none, by PUT, which nothing else here uses.
+        Its session is the whole process's, so both are done on the way. Our requests are known by the token; large
+        files go to signed addresses that need none, by PUT, which nothing else here uses.
         """
         hooks = self._library.get_session().event_hooks["request"]
         limits = dict.fromkeys(("connect", "read", "write", "pool"), self._http_timeout_ms / 1000)
@@ -160,21 +164,24 @@ class _Hub:
             if request.method == "PUT" or request.headers.get("authorization") == f"Bearer {self._token}":
                 request.extensions = {**request.extensions, "timeout": limits}
 
+        loggers = [logging.getLogger(name) for name in (*logging.root.manager.loggerDict, "httpx") if _is_http(name)]
         hooks.append(limit)
+        for logger in loggers:
+            logger.addFilter(self._clean)
         try:
             yield
         finally:
             hooks.remove(limit)
+            for logger in loggers:
+                logger.removeFilter(self._clean)
+
+    def _clean(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = self._scrubber.text(record.getMessage()), ()
+        return True
 
     def user(self) -> str:
         """Whose token it is."""
-        try:
-            with self._impatient():
-                told = self._api.whoami()
-        except Exception as error:
-            if _status(error) == 401:
-                raise HubError("the hub does not know this token", hint="make a new one, with leave to write") from None
-            raise self._failure(error) from None
+        told = self._asked(self._api.whoami)
         name = told.get("name") if isinstance(told, dict) else None
         name = name or ((told.get("user") or {}).get("name") if isinstance(told, dict) else None)
         if not name:
@@ -183,28 +190,35 @@ class _Hub:
 
     def push(self, upload: _Upload) -> str:
         """Make the repository and the branch where they are not there, and upload; the repository's full name."""
+        return self._asked(lambda: self._push(upload))
+
+    def _push(self, upload: _Upload) -> str:
+        made = self._api.create_repo(upload.repo_id, private=not upload.public, exist_ok=True)
+        repo = str(made.repo_id or upload.repo_id)
+        self._require_ours(repo, upload)
+        if upload.revision != "main":
+            self._api.create_branch(repo, branch=upload.revision, exist_ok=True)
+        add = self._library.CommitOperationAdd
+        self._api.create_commit(
+            repo,
+            operations=[add(path_in_repo=name, path_or_fileobj=upload.directory / name) for name in upload.files],
+            commit_message=upload.message,
+            revision=upload.revision,
+            create_pr=upload.create_pr,
+        )
+        return repo
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        """What the library answers; its errors become ours, and are not behind them: they may hold signed addresses."""
+        failure: TinkerError
         try:
-            with self._impatient():
-                made = self._api.create_repo(upload.repo_id, private=not upload.public, exist_ok=True)
-                repo = str(made.repo_id or upload.repo_id)
-                self._require_ours(repo, upload)
-                if upload.revision != "main":
-                    self._api.create_branch(repo, branch=upload.revision, exist_ok=True)
-                add = self._library.CommitOperationAdd
-                self._api.create_commit(
-                    repo,
-                    operations=[
-                        add(path_in_repo=name, path_or_fileobj=upload.directory / name) for name in upload.files
-                    ],
-                    commit_message=upload.message,
-                    revision=upload.revision,
-                    create_pr=upload.create_pr,
-                )
+            with self._watched():
+                return ask()
         except TinkerError:
             raise
         except Exception as error:
-            raise self._failure(error) from None  # the library's own words may hold signed addresses
-        return repo
+            failure = self._failure(error)
+        raise failure
 
     def _require_ours(self, repo: str, upload: _Upload) -> None:
         """Refuse a repository whose card names another checkpoint: it would be overwritten."""
@@ -236,11 +250,18 @@ class _Hub:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         said = " ".join(str(one) for one in (error, error.__cause__) if one is not None)
         text = self._scrubber.text(said, SHOWN_BYTES)
+        if _status(error) == 401:
+            return HubError("the hub does not know this token", hint="make a new one, with leave to write")
         if "TimeoutException" in kinds:  # of the HTTP library, whichever it is
             return APITimeoutError(f"the hub at {self._endpoint} was silent for {self._http_timeout_ms} ms")
         if kinds & {"TransportError", "OSError"} and _status(error) is None:
             return APIConnectionError(f"the hub at {self._endpoint} cannot be reached: {text}")
         return RequestFailedError(f"the hub refused: {text}", "", "server", status_code=_status(error))
+
+
+def _is_http(logger: str) -> bool:
+    """Whether a logger is that of an HTTP client which huggingface_hub may use."""
+    return re.match(r"(httpx|httpcore|urllib3|requests)\d*(\.|$)", logger) is not None
 
 
 def _status(error: BaseException) -> int | None:
