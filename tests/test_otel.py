@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from tinkex import events, otel
-from tinkex.config import Config
+from faulty import Answer, faulty_server
+from tinkex import AdamParams, ServiceClient, events, otel
+from tinkex.config import Config, configure
 from tinkex.errors import ConfigurationError
 from tinkex.futures import start
 
@@ -330,6 +331,31 @@ def test_an_end_without_a_beginning_is_passed_over(stand_in: StandIn) -> None:
     events.emit(events.HTTP_STOP, {}, {**CALL, "result": "ok"})
     assert stand_in.spans == []
     assert events.is_heard()
+
+
+@pytest.mark.covers("1.8/2", "1.8/6")
+def test_the_requests_of_a_client_are_spans_of_where_they_were_made(stand_in: StandIn) -> None:
+    otel.trace()
+    configure(otel_propagate=True)
+    try:
+        with faulty_server() as server, ServiceClient(base_url=server.base_url) as service:
+            server.script("retrieve_future", Answer(body={"model_id": "s:train:0"}), Answer(body={"metrics": {}}))
+            server.script("optim_step", Answer(body={"request_id": "r"}))
+            client = service.create_lora_training_client("m")
+            outer = stand_in.start_span("my step", "internal", {})
+            token = stand_in.attach({"span": outer})
+            future = client.optim_step(AdamParams(learning_rate=0.1))
+            stand_in.detach(token)
+            future.result(10)
+            [seen] = server.requests("optim_step")
+    finally:
+        configure()
+    [span] = [span for span in stand_in.spans if span.name == "POST /api/v1/optim_step"]
+    assert seen.headers["traceparent"] == f"00-span-{span.number}"
+    assert span.parent is outer
+    assert span.ended
+    expected = {"tinkex.session_id": "s", "tinkex.model_id": "s:train:0", "tinkex.seq_id": 1, "tinkex.result": "ok"}
+    assert span.attributes.items() >= expected.items()
 
 
 # ── the real thing ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -104,6 +104,40 @@ def test_a_failed_call_is_told_once_and_without_the_key(hosted: FaultyServer) ->
     assert {seen.headers["x-api-key"] for seen in hosted.requests("telemetry")} == {KEY}
 
 
+DATA = [tinkex.types.Datum(PROMPT, {"target_tokens": [2, 3, 4]})]
+PATH = "tinker://run/weights/x"
+ENTRIES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "get_server_capabilities": lambda service, training, sampler: service.get_server_capabilities(),
+    "create_model": lambda service, training, sampler: service.create_lora_training_client("m"),
+    "create_sampling_session": lambda service, training, sampler: service.create_sampling_client(base_model="m"),
+    "weights_info": lambda service, training, sampler: service.create_training_client_from_state(PATH),
+    "forward_backward": lambda service, training, sampler: training.forward_backward(DATA, "cross_entropy").result(10),
+    "optim_step": lambda service, training, sampler: training.optim_step(STEP).result(10),
+    "save_weights": lambda service, training, sampler: training.save_state("x").result(10),
+    "save_weights_for_sampler": lambda service, training, sampler: training.save_weights_for_sampler("x").result(10),
+    "get_info": lambda service, training, sampler: training.get_info(),
+    "asample": lambda service, training, sampler: sampler.sample(PROMPT, 1, PARAMS).result(10),
+}
+
+
+@pytest.mark.covers("1.6/5")
+def test_what_fails_in_any_call_of_the_clients_is_told_once_and_the_session_lives_on(hosted: FaultyServer) -> None:
+    hosted.script("create_session", Answer(body={"session_id": "s"}))
+    with ServiceClient(api_key=KEY) as service:
+        training, sampler = service.create_lora_training_client("m"), service.create_sampling_client(base_model="m")
+        for entry, call in ENTRIES.items():
+            hosted.script(entry, Answer(422, {"detail": f"no {entry} today"}))
+            with pytest.raises(tinkex.UnprocessableEntityError, match=f"no {entry} today"):
+                call(service, training, sampler)
+        reporter = service.get_telemetry()
+        assert reporter is not None
+        assert reporter.flush(sync=True)
+        messages = [event["event_data"]["message"] for event in told(hosted) if event.get("event_name") == "user_error"]
+        counts = {entry: sum(f": no {entry} today" in message for message in messages) for entry in ENTRIES}
+        assert counts == dict.fromkeys(ENTRIES, 1)
+        assert "SESSION_END" not in kinds(hosted)
+
+
 STUCK = {
     "500": Answer(500),
     "hangs": Answer(delay=30),
