@@ -188,7 +188,7 @@ def test_what_the_server_says_of_the_checkpoint_passes_through(server: FaultySer
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.covers("1.14.1/2")
+@pytest.mark.covers("1.14.1/2", "4.1/7")
 def test_an_archive_that_is_being_packed_is_asked_for_again(server: FaultyServer, tmp_path: Path) -> None:
     offer(server, tar_of({"a": b"1"}))
     server.script(ARCHIVE, Answer(503), Answer(503), Answer(302, b"", {"Location": "/files/a.tar"}))

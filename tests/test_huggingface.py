@@ -54,7 +54,7 @@ def test_a_file_is_fetched_once_and_kept(server: FaultyServer, tmp_path: Path) -
     assert [p.name for p in path.parent.iterdir()] == ["b.json"]
 
 
-@pytest.mark.covers("1.2.1/4")
+@pytest.mark.covers("1.2.1/4", "4.1/8")
 def test_the_helpers_names_are_public() -> None:
     assert build_hf_url("o/m", "main", "x y.json") == "https://huggingface.co/o/m/resolve/main/x%20y.json"
     assert sanitize_repo_id("org/model") == "org__model"
@@ -218,6 +218,9 @@ def test_an_adapter_is_pushed_with_a_card_and_its_base_model(
     [commit] = hub.commits
     assert source.path in commit["summary"]
     assert TOKEN not in caplog.text
+    sent = sum(method == "PUT" for method, _ in hub.seen)
+    source.push(repo_id="team/adapter")
+    assert sum(method == "PUT" for method, _ in hub.seen) == sent == 1  # the hub has it: it is not sent again
 
 
 @pytest.mark.covers("1.2.3/7", "1.2.3/9", "1.2.3/18", "Q-2", "Q-3")

@@ -184,7 +184,7 @@ async def fine() -> str:
     return "fine"
 
 
-@pytest.mark.covers("C88")
+@pytest.mark.covers("C88", "4.1/4")
 async def test_a_breaker_opens_probes_and_closes() -> None:
     clock = Clock()
     breaker = CircuitBreaker("r", failure_threshold=3, reset_seconds=30, clock=clock)
@@ -226,7 +226,7 @@ async def test_success_forgets_failures_in_a_row() -> None:
     assert breaker.state == "closed"
 
 
-@pytest.mark.covers("D09", "24.code.22", "Q-26")
+@pytest.mark.covers("D09", "24.code.22", "Q-26", "4.1/4")
 async def test_only_so_many_probes_at_once() -> None:
     clock, release = Clock(), asyncio.Event()
     breaker = CircuitBreaker(failure_threshold=1, half_open_calls=1, clock=clock)
@@ -245,6 +245,7 @@ async def test_only_so_many_probes_at_once() -> None:
     assert await breaker.call(fine) == "fine"  # a cancelled probe tells nothing and frees its place
 
 
+@pytest.mark.covers("4.1/4")
 async def test_a_registry_shares_breakers_by_name() -> None:
     registry = BreakerRegistry(failure_threshold=20)
     await asyncio.gather(

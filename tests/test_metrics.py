@@ -100,7 +100,7 @@ def test_a_name_stands_for_one_kind_of_number(kept: Metrics) -> None:
         kept.record_histogram("a", 1)
 
 
-@pytest.mark.covers("1.10/1")
+@pytest.mark.covers("1.10/1", "4.1/10")
 def test_updates_of_many_threads_are_all_counted(kept: Metrics) -> None:
     def work() -> None:
         for number in range(500):
@@ -248,7 +248,7 @@ def test_closed_metrics_listen_no_longer(kept: Metrics) -> None:
     assert not [known for known in events.handlers() if known.handler_id.startswith("tinkex-metrics")]
 
 
-@pytest.mark.covers("1.10/7")
+@pytest.mark.covers("1.10/7", "4.1/10")
 def test_the_process_has_one_set_of_numbers_and_configuring_starts_it_afresh(fresh: None) -> None:
     assert metrics.shared() is metrics.shared()
     stop("ok", duration=1)

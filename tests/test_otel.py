@@ -209,7 +209,7 @@ def test_without_the_package_headers_stay_and_spans_say_what_is_missing() -> Non
     assert not events.is_heard()
 
 
-@pytest.mark.covers("1.8/3", "1.8/4", "Q-10")
+@pytest.mark.covers("1.8/3", "1.8/4", "Q-10", "4.1/3")
 def test_a_trace_is_read_from_headers_and_left_again(stand_in: StandIn) -> None:
     assert otel.is_available()
     assert otel.extract({}) is None
@@ -333,7 +333,7 @@ def test_an_end_without_a_beginning_is_passed_over(stand_in: StandIn) -> None:
     assert events.is_heard()
 
 
-@pytest.mark.covers("1.8/2", "1.8/6")
+@pytest.mark.covers("1.8/2", "1.8/6", "4.1/3")
 def test_the_requests_of_a_client_are_spans_of_where_they_were_made(stand_in: StandIn) -> None:
     otel.trace()
     configure(otel_propagate=True)

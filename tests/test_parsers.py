@@ -97,7 +97,7 @@ def test_a_lifetime_is_a_positive_whole_number_or_none(value: Any) -> None:
 LINE = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]))
 
 
-@pytest.mark.covers("Q-25")
+@pytest.mark.covers("Q-25", "4.1/2")
 @given(
     st.lists(st.lists(LINE, min_size=1, max_size=3), max_size=5),
     st.lists(st.integers(0, 400), max_size=8),

@@ -329,6 +329,32 @@ def test_there_is_one_timer_while_runs_are_watched_and_none_afterwards(place: Pl
     clock.release()
 
 
+@pytest.mark.covers("1.11.2/9")
+def test_runs_are_looked_at_one_after_another(place: Place, heard: Heard) -> None:
+    under_way, most, looked = 0, 0, list[str]()
+
+    class Slow:
+        async def get_training_run_async(self, run_id: str) -> TrainingRun:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            await asyncio.sleep(0.01)
+            under_way -= 1
+            looked.append(run_id)
+            raise OSError("not now")
+
+    clock = Clock()
+    monitor = Monitor(Executor(), QUICK, rest_client_fun=lambda service: Slow(), sleep=clock.sleep)  # type: ignore[arg-type, return-value]
+    for run_id in "abc":
+        monitor.monitor_run(run_id, place.service)
+    clock.tick()
+    clock.wait(2)
+    assert (looked, most) == (["a", "b", "c"], 1)
+    for run_id in "abc":
+        monitor.stop_monitoring(run_id)
+    clock.release()
+
+
 @pytest.mark.covers("1.11.2/7")
 def test_a_run_that_the_executor_refuses_is_offered_again(place: Place, heard: Heard) -> None:
     client, clock, busy = place.run(0.5), Clock(), Clock()

@@ -168,7 +168,7 @@ def heard() -> Iterator[list[tuple[str, dict[str, Any], dict[str, Any]]]]:
     events.detach("retries")
 
 
-@pytest.mark.covers("1.19/1", "1.4.2/6", "C86")
+@pytest.mark.covers("1.19/1", "1.4.2/6", "C86", "4.1/9")
 async def test_any_function_can_be_tried_again(heard: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     flaky = Flaky(APIConnectionError("one"), TimeoutError("two"))
     handler = RetryHandler(QUICK, "my calls")

@@ -275,7 +275,7 @@ def test_loss_settings_are_brought_to_one_form(faulty: FaultyServer, client: Tra
     assert training.checked_config("ppo", {"name": "nan"}) == {"name": "nan"}
 
 
-@pytest.mark.covers("C47", "24.training.6", "C83")
+@pytest.mark.covers("C47", "24.training.6", "C83", "1.15/5")
 @pytest.mark.parametrize("seconds", [0, -1, 1.5, "60", True], ids=repr)
 def test_a_time_to_live_that_is_none_makes_no_request(
     faulty: FaultyServer, client: TrainingClient, seconds: Any
@@ -591,7 +591,7 @@ def test_a_call_that_failed_in_part_says_so(server: Server, service: ServiceClie
     assert caught.value.hint is None
 
 
-@pytest.mark.covers("24.code.15", "C56")
+@pytest.mark.covers("24.code.15", "C56", "4.1/14")
 def test_a_failed_chunk_ends_the_waiting_for_the_later_ones(
     faulty: FaultyServer, server: Server, service: ServiceClient
 ) -> None:

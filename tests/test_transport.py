@@ -990,7 +990,7 @@ CATALOGUE = {
 }
 
 
-@pytest.mark.covers("C27")
+@pytest.mark.covers("C27", "4.2/1")
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_the_catalogue_of_endpoints(faulty: FaultyServer, name: str) -> None:
     method, path, traffic = CATALOGUE[name]
