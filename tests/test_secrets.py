@@ -415,6 +415,25 @@ def test_a_key_is_seen_by_its_own_server_only_wherever_it_comes_from(
     everything.sent(foreign)
 
 
+@pytest.mark.covers("W03")
+def test_a_key_that_does_not_look_like_one_is_told_to_nobody_either(own: FaultyServer, everything: Everything) -> None:
+    own.script("retrieve_future", Answer(body={"model_id": "s:train:0"}))
+    own.script("optim_step", Answer(body={"request_id": "r"}))
+    paused = Answer(408, {"queue_state": "paused_capacity", "queue_state_reason": f"busy with {GATE}"})
+    with ServiceClient(base_url=own.base_url, api_key=GATE) as service:  # any key will do on this machine
+        client = service.create_lora_training_client("m")
+        for body in ({"error": f"for {GATE}"}, {"error": {"message": quote(GATE), "category": "user"}}, [GATE]):
+            own.script("retrieve_future", paused, Answer(body=body))
+            with failing(everything):
+                client.optim_step(STEP).result(10)
+        own.script("optim_step", Answer(body={"error": f"at once for {GATE}"}), echo_of(GATE)(422))
+        for _ in range(2):
+            with failing(everything):
+                client.optim_step(STEP).result(10)
+        everything.show(service, client, service.holder.config)
+    everything.sent(own, own=["x-api-key"])
+
+
 # ── the other secrets ────────────────────────────────────────────────────────────────────────────────────────────
 
 SETTINGS: dict[str, Any] = {

@@ -79,7 +79,8 @@ def secrets_of(config: Config) -> tuple[str, ...]:
     found = {config.api_key, config.cf_access_client_secret, config.credential_cmd}
     for name, value in config.default_headers.items():
         if is_secret_name(name):
-            found |= {value, value.rpartition(" ")[2]}  # with its scheme, as in "Bearer …", and without
+            _, _, bare = value.partition(" ")
+            found |= {value} if " " in bare else {value, bare}  # with its scheme, as in "Bearer …", and without
     found |= {value for name, value in config.default_query.items() if is_secret_name(name)}
     found |= {value for _, value in config.proxy_headers}
     if config.proxy is not None:

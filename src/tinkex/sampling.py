@@ -455,7 +455,7 @@ class SamplingClient:
                     if not isinstance(told, dict):
                         continue  # a farewell, or something that is no event of ours
                     if event.event == "error" or told.get("error") is not None:
-                        raise failure_of(told, request.sampling_session_id or "", op)
+                        raise failure_of(transport, op, told, request.sampling_session_id or "")
                     chunk = SampleStreamChunk.from_map(told)
                     open_samples -= chunk.is_done
                     stream.put(chunk)

@@ -867,9 +867,13 @@ class Transport:
             level = logging.ERROR if headers.get("x-deprecation-level") == "error" else logging.WARNING
             logger.log(level, "%s: %s", op.name, self._scrubber.text(note))
 
+    def without_keys(self, text: str) -> str:
+        """The server's words, as they are but for our secrets and for what looks like a key."""
+        return self._scrubber.without_keys(text)
+
     def _without_secrets(self, text: str, url: str) -> str:
         """What came from an address, as it is but for keys and for what the address itself was signed with."""
-        return Scrubber(secrets_in(url)).without_keys(self._scrubber.without_keys(text))
+        return Scrubber(secrets_in(url)).without_keys(self.without_keys(text))
 
     def _body(self, data: bytes, url: str) -> bytes:
         text = data.decode(errors="surrogateescape")
