@@ -38,7 +38,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python tools/coverage.py --missing C D 24 W > /dev/null
+	$(BIN)/python tools/coverage.py --missing C D 24 W 1 4 > /dev/null
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .

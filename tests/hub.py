@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -27,8 +28,15 @@ class Hub:
         self.commits: list[dict[str, Any]] = []
         self.lfs_from = 1000
         self.refuse: dict[str, int] = {}
-        """Statuses by a part of the path."""
+        """Statuses by a part of the path …"""
+        self.words = "refused"
+        """… and what is said with them."""
+        self.signature = ""
+        """Put behind the addresses of large files."""
         self.chunk_size: int | None = None
+        self.stall: dict[str, float] = {}
+        """Seconds of silence by a part of the path."""
+        self.on_request: Callable[[str], object] = lambda path: None
 
     def put(self, repo: str, name: str, data: bytes, branch: str = "main") -> None:
         self.repos.setdefault(repo, {"main": {}}).setdefault(branch, {})[name] = data
@@ -58,16 +66,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         for name, value in headers.items():
             self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        with contextlib.suppress(ConnectionError):  # whoever asked may have gone
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data)
 
     def _serve(self) -> None:
         hub, path, body = self.hub, unquote(urlsplit(self.path).path), self._body()
         hub.seen.append((self.command, self.path))
+        hub.on_request(path)
+        threading.Event().wait(sum(seconds for part, seconds in hub.stall.items() if part in path))
         for part, status in hub.refuse.items():
             if part in path:
-                return self._say(status, {"error": f"refused with {status}"}, **{"X-Error-Message": "refused"})
+                return self._say(status, {"error": f"{hub.words} with {status}"}, **{"X-Error-Message": hub.words})
         if path.startswith("/lfs/"):
             hub.lfs[path.removeprefix("/lfs/").partition("/")[0]] = (
                 hub.lfs.get(path.removeprefix("/lfs/").partition("/")[0], b"") + body
@@ -123,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted["oid"] in self.hub.lfs:
             return {**wanted}
         header: dict[str, str] = {}
-        href = f"{self.hub.url}/lfs/{wanted['oid']}"
+        href = f"{self.hub.url}/lfs/{wanted['oid']}{self.hub.signature}"
         if self.hub.chunk_size is not None:
             count = -(-wanted["size"] // self.hub.chunk_size)
             header = {"chunk_size": str(self.hub.chunk_size)}

@@ -86,6 +86,7 @@ def policy(datum: Datum, logprobs: Any, advantage: float, loss: str = "advantage
 # ── every platform ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("4.1/5")
 def test_a_loop_trains(platform: TrainingPlatform[Any]) -> None:
     assert isinstance(platform, TrainingPlatform)
     session = platform.create_session(FRESH)
@@ -177,6 +178,7 @@ def test_a_ratio_beyond_its_bound_pulls_no_more(platform: TrainingPlatform[Any])
     assert platform.forward_backward(session, worse, "ppo").metrics["loss:sum"] == pytest.approx(19 * ratio, rel=1e-4)
 
 
+@pytest.mark.covers("4.1/5")
 def test_a_checkpoint_is_where_another_session_starts(platform: TrainingPlatform[Any]) -> None:
     session = platform.create_session(FRESH)
     fresh = train(platform, session, 3)[0]
@@ -279,6 +281,7 @@ def test_a_session_has_a_shape_or_a_checkpoint() -> None:
     assert FRESH.shape == LORA
 
 
+@pytest.mark.covers("4.1/5")
 def test_the_types_of_all_platforms_fit_the_protocol(ours: TinkexPlatform, theirs: PeftPlatform) -> None:
     kept: list[TrainingPlatform[Any]] = [ours, theirs, MemoryPlatform()]
     assert all(isinstance(platform, TrainingPlatform) for platform in kept)

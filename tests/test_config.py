@@ -453,7 +453,7 @@ print(logging.getLevelName(logger.level))
 """
 
 
-@pytest.mark.covers("C07")
+@pytest.mark.covers("1.18/1", "1.9/3", "C07")
 @pytest.mark.parametrize(
     ("variable", "before", "level", "written"),
     [

@@ -51,6 +51,23 @@ def test_the_numbers_are_complete(coverage: ModuleType) -> None:
     assert all(what.strip() for what in coverage.REQUIREMENTS.values())
 
 
+def test_every_section_of_the_extras_lists_its_rows(coverage: ModuleType) -> None:
+    sections: dict[str, list[str]] = {}
+    for number in coverage.REQUIREMENTS:
+        if coverage.group_of(number) in ("1", "4"):
+            section, _, row = number.partition("/")
+            sections.setdefault(section, []).append(row)
+    assert all(rows == [str(index) for index in range(1, len(rows) + 1)] for rows in sections.values())
+    # as many as the tables of the list have rows: a row that is dropped is noticed
+    sizes = {"1.1.2": 6, "1.1.4": 11, "1.1.5": 6, "1.2.3": 20, "1.4.2": 9, "1.5.1": 14, "1.5.3": 6, "1.11.1": 11}
+    sizes |= {"1.11.4": 9, "1.12.7": 7, "1.12.8": 12, "1.12.9": 14, "1.13": 7, "1.14.2": 7, "1.17.2": 7, "1.19": 7}
+    assert {section: len(sections[section]) for section in sizes} == sizes
+    first = {section.split(".")[1] for section in sections if section.startswith("1.")}
+    assert len(first) == 18  # 1 to 19, without the command line
+    commands = [number for number in coverage.REQUIREMENTS if coverage.group_of(number) == "1.16"]
+    assert commands == [f"1.16.{index}" for index in range(1, 8)]
+
+
 def test_what_does_not_apply_is_a_requirement_and_says_why(coverage: ModuleType) -> None:
     assert coverage.NOT_APPLICABLE.keys() <= coverage.REQUIREMENTS.keys()
     assert all(len(reason) > 20 for reason in coverage.NOT_APPLICABLE.values())

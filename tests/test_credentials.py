@@ -262,6 +262,7 @@ def test_retries_can_be_counted() -> None:
         assert caught.value.attempts == 2
 
 
+@pytest.mark.covers("4.1/4")
 def test_a_breaker_opens_for_its_endpoint_alone() -> None:
     configure(circuit_breaker=True, max_retries=0)
     with faulty_server() as server:

@@ -91,7 +91,7 @@ def left_in(directory: Path) -> list[str]:
 # ── the steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.14.2")
+@pytest.mark.covers("1.14.2/2", "1.14.2/5", "1.14.2/6", "1.14.2/7", "1.14.3/2")
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
 def test_an_archive_is_fetched_and_unpacked(server: FaultyServer, tmp_path: Path, mode: str) -> None:
     offer(server, tar_of({"adapter_config.json": b"{}", "deep/er/x.bin": b"abc"}, mode))
@@ -107,7 +107,7 @@ def test_an_archive_is_fetched_and_unpacked(server: FaultyServer, tmp_path: Path
     assert "authorization" not in seen.headers
 
 
-@pytest.mark.covers("1.14.2", "Q-15")
+@pytest.mark.covers("1.14.2/2", "Q-15")
 def test_without_an_output_directory_the_current_one_is_it(
     server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +116,7 @@ def test_without_an_output_directory_the_current_one_is_it(
     assert tinkex.download(rest_of(server), PATH, None).destination == tmp_path / "run-123_weights_0001"
 
 
-@pytest.mark.covers("1.14.2", "Q-13")
+@pytest.mark.covers("1.14.2/1", "Q-13")
 @pytest.mark.parametrize(
     "path",
     [
@@ -148,7 +148,7 @@ def test_what_is_no_path_removes_and_asks_nothing(server: FaultyServer, tmp_path
     assert left_in(output) == ["precious"]
 
 
-@pytest.mark.covers("1.14.2")
+@pytest.mark.covers("1.14.2/3")
 def test_what_is_there_already_stays_and_nothing_is_asked(server: FaultyServer, tmp_path: Path) -> None:
     (tmp_path / "run-123_weights_0001").mkdir()
     with pytest.raises(DownloadError) as caught:
@@ -158,7 +158,7 @@ def test_what_is_there_already_stays_and_nothing_is_asked(server: FaultyServer, 
     assert server.seen == []
 
 
-@pytest.mark.covers("1.14.2", "Q-14")
+@pytest.mark.covers("1.14.2/3", "1.14.2/5", "1.14.2/6", "1.14.2/7", "Q-14")
 def test_a_forced_download_replaces_at_the_end_and_leaves_nothing_behind(server: FaultyServer, tmp_path: Path) -> None:
     old = tmp_path / "run-123_weights_0001"
     old.mkdir()
@@ -180,7 +180,7 @@ def test_a_forced_download_replaces_at_the_end_and_leaves_nothing_behind(server:
     assert left_in(tmp_path) == ["run-123_weights_0001"]
 
 
-@pytest.mark.covers("1.14.1", "1.14.2")
+@pytest.mark.covers("1.14.1/3", "1.14.2/4")
 def test_what_the_server_says_of_the_checkpoint_passes_through(server: FaultyServer, tmp_path: Path) -> None:
     server.script(ARCHIVE, Answer(404, {"detail": "never heard of it"}))
     with pytest.raises(tinkex.NotFoundError, match="never heard of it"):
@@ -188,7 +188,7 @@ def test_what_the_server_says_of_the_checkpoint_passes_through(server: FaultySer
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.covers("1.14.1")
+@pytest.mark.covers("1.14.1/2", "4.1/7")
 def test_an_archive_that_is_being_packed_is_asked_for_again(server: FaultyServer, tmp_path: Path) -> None:
     offer(server, tar_of({"a": b"1"}))
     server.script(ARCHIVE, Answer(503), Answer(503), Answer(302, b"", {"Location": "/files/a.tar"}))
@@ -203,7 +203,7 @@ def test_an_archive_that_is_being_packed_is_asked_for_again(server: FaultyServer
 # ── lines that break ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.14.2")
+@pytest.mark.covers("1.14.2/5")
 def test_a_line_that_breaks_is_taken_up_where_it_broke(server: FaultyServer, tmp_path: Path) -> None:
     data = tar_of({"big": CONTENT})
     digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
@@ -249,7 +249,7 @@ def test_a_server_that_answers_another_span_is_not_believed(server: FaultyServer
     assert (done.destination / "big").read_bytes() == CONTENT
 
 
-@pytest.mark.covers("1.14.2")
+@pytest.mark.covers("1.14.2/5")
 def test_bytes_that_were_changed_on_the_way_are_noticed(server: FaultyServer, tmp_path: Path) -> None:
     offer(server, tar_of({"a": b"1"}), **{"Repr-Digest": f"sha-256=:{base64.b64encode(bytes(32)).decode()}:"})
     with pytest.raises(DownloadError, match="damaged") as caught:
@@ -258,7 +258,7 @@ def test_bytes_that_were_changed_on_the_way_are_noticed(server: FaultyServer, tm
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.covers("1.14.2", "Q-14")
+@pytest.mark.covers("1.14.2/5", "1.14.2/7", "Q-14")
 def test_a_line_that_never_holds_is_given_up(server: FaultyServer, tmp_path: Path) -> None:
     offer(server, tar_of({"a": b"1"}))
     server.script("/files/a.tar", Answer(drop=True))
@@ -334,7 +334,7 @@ def test_a_progress_callback_that_fails_ends_the_download_without_a_trace(server
 # ── our own server ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.14.2")
+@pytest.mark.covers("1.14.2/7")
 def test_a_checkpoint_of_our_server_comes_as_an_archive_and_an_export_as_files(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path / "data") as url, ServiceClient(base_url=url) as service:
         client = service.create_lora_training_client("fake", rank=4)
@@ -384,7 +384,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int =
     return made, bytes(size)
 
 
-@pytest.mark.covers("1.14.3")
+@pytest.mark.covers("1.14.3/1", "1.14.3/2")
 @pytest.mark.parametrize(
     "evil",
     [
@@ -415,7 +415,7 @@ def test_one_evil_member_and_nothing_is_unpacked(tmp_path: Path, evil: tuple[tar
     assert left_in(tmp_path) == ["a.tar", "target"]
 
 
-@pytest.mark.covers("1.14.3")
+@pytest.mark.covers("1.14.3/2")
 def test_archives_that_would_never_end_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
@@ -441,7 +441,7 @@ def test_archives_that_would_never_end_are_refused_before_they_are_unpacked(tmp_
     assert len(extract(many, target)) == 20
 
 
-@pytest.mark.covers("1.14.3")
+@pytest.mark.covers("1.14.3/2")
 def test_a_header_as_large_as_an_archive_is_not_read(tmp_path: Path) -> None:
     archive = tmp_path / "a.tgz"
     with gzip.open(archive, "wb") as file:
@@ -454,7 +454,7 @@ def test_a_header_as_large_as_an_archive_is_not_read(tmp_path: Path) -> None:
         extract(archive, tmp_path)
 
 
-@pytest.mark.covers("1.14.3")
+@pytest.mark.covers("1.14.2/6", "1.14.3/1")
 def test_a_broken_archive_leaves_nothing(server: FaultyServer, tmp_path: Path) -> None:
     offer(server, tar_of({"a": bytes(5000)})[:3000])
     with pytest.raises(DownloadError) as caught:

@@ -82,7 +82,7 @@ def test_a_client_is_named_when_its_module_is_there() -> None:
     assert found == ["json:loads", "json.decoder:JSONDecoder", *[None] * 6]
 
 
-@pytest.mark.covers("C06", "1.9")
+@pytest.mark.covers("1.9/5", "C06")
 def test_the_places_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.hf_token({"HF_TOKEN": "a", "HUGGING_FACE_HUB_TOKEN": "b"}) == "a"
     assert environment.hf_token({"HF_TOKEN": " ", "HUGGING_FACE_HUB_TOKEN": "b"}) == "b"
@@ -102,7 +102,7 @@ def test_an_empty_environment_says_nothing() -> None:
     assert len(told) >= 20
 
 
-@pytest.mark.covers("C01", "C06", "1.9")
+@pytest.mark.covers("1.9/1", "1.9/2", "1.9/3", "1.9/4", "C01", "C06")
 def test_every_name_is_read_into_its_setting() -> None:
     values = {
         "TINKER_API_KEY": " tml-x ",
@@ -152,7 +152,7 @@ def test_every_name_is_read_into_its_setting() -> None:
     assert environment.snapshot(values).keys() - Config.__dataclass_fields__.keys() == {"parity_mode"}
 
 
-@pytest.mark.covers("C05", "C06", "1.9")
+@pytest.mark.covers("1.9/7", "C05", "C06")
 def test_settings_are_shown_without_secrets() -> None:
     shown = environment.redact(
         {

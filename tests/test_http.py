@@ -234,7 +234,7 @@ def parts(seen: Seen) -> dict[str, tuple[str | None, bytes]]:
     return found  # type: ignore[return-value]
 
 
-@pytest.mark.covers("C17", "24.http.11")
+@pytest.mark.covers("1.17.5/1", "C17", "24.http.11")
 def test_files_make_the_body_a_form(faulty: FaultyServer, http: HttpClient, tmp_path: Path) -> None:
     faulty.script("things", Answer(body={}))
     place = tmp_path / "weights.bin"
@@ -274,6 +274,7 @@ def test_a_file_that_is_not_there_is_told_and_nothing_is_sent(
     assert faulty.seen == []
 
 
+@pytest.mark.covers("1.17.2/7")
 async def test_files_are_read_off_the_loop(faulty: FaultyServer, http: HttpClient) -> None:
     faulty.script("things", Answer(body={}))
     readers = []

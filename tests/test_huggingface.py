@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,7 @@ def server() -> Iterator[FaultyServer]:
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.2.1")
+@pytest.mark.covers("1.2.1/1", "1.2.1/2")
 def test_a_file_is_fetched_once_and_kept(server: FaultyServer, tmp_path: Path) -> None:
     server.script("/org/model/resolve/main/a/b.json", Answer(200, b"{}"))
     for _ in range(2):
@@ -51,7 +54,7 @@ def test_a_file_is_fetched_once_and_kept(server: FaultyServer, tmp_path: Path) -
     assert [p.name for p in path.parent.iterdir()] == ["b.json"]
 
 
-@pytest.mark.covers("1.2.1")
+@pytest.mark.covers("1.2.1/4", "4.1/8")
 def test_the_helpers_names_are_public() -> None:
     assert build_hf_url("o/m", "main", "x y.json") == "https://huggingface.co/o/m/resolve/main/x%20y.json"
     assert sanitize_repo_id("org/model") == "org__model"
@@ -60,7 +63,7 @@ def test_the_helpers_names_are_public() -> None:
     assert huggingface.resolve_file is resolve_file
 
 
-@pytest.mark.covers("1.2.1")
+@pytest.mark.covers("1.2.1/3")
 def test_refusals_are_told_with_their_beginning(server: FaultyServer, tmp_path: Path) -> None:
     server.script("/m/resolve/main/gone", Answer(404, b"x"))
     server.script("/m/resolve/main/shut", Answer(403, b"y" * 2000))
@@ -75,7 +78,7 @@ def test_refusals_are_told_with_their_beginning(server: FaultyServer, tmp_path: 
         resolve_file("m", "main", "x", cache_dir=tmp_path, endpoint="http://127.0.0.1:1")
 
 
-@pytest.mark.covers("Q-1", "1.2.1")
+@pytest.mark.covers("1.2.1/2", "Q-1")
 def test_the_token_goes_to_the_hub_and_nowhere_else(
     server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,10 +110,21 @@ def test_no_name_leads_out_of_the_cache(tmp_path: Path, revision: str, filename:
         resolve_file("m", revision, filename, cache_dir=tmp_path, endpoint="http://127.0.0.1:1")
 
 
+@pytest.mark.covers("1.1.3/3")
+def test_a_hub_that_is_silent_is_given_up_in_time(server: FaultyServer, tmp_path: Path) -> None:
+    assert inspect.signature(resolve_file).parameters["http_timeout_ms"].default == 120_000
+    server.script("/m/resolve/main/f", Answer(200, b"late", delay=5))
+    began = time.monotonic()
+    with pytest.raises(tinkex.APITimeoutError, match="did not answer in time"):
+        resolve_file("m", "main", "f", cache_dir=tmp_path, endpoint=server.base_url, http_timeout_ms=100)
+    assert time.monotonic() - began < 3
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 # ── the token ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.2.2", "1.9")
+@pytest.mark.covers("1.2.2/1", "1.2.2/2", "1.2.2/3", "1.9/5")
 def test_the_token_is_the_first_of_several_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(HubError, match="HF_TOKEN, HUGGING_FACE_HUB_TOKEN and the file"):
         resolve_token()
@@ -132,7 +146,7 @@ def test_the_token_is_the_first_of_several_places(monkeypatch: pytest.MonkeyPatc
     assert resolve_token(hf_token="  ", token="t") == "t"
 
 
-@pytest.mark.covers("1.2.2", "1.9")
+@pytest.mark.covers("1.2.2/2", "1.2.2/3", "1.9/5")
 def test_without_hf_home_the_users_cache_is_looked_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -183,7 +197,7 @@ def source(tmp_path: Path) -> Iterator[Source]:
         yield Source(url, tmp_path / "data", service)
 
 
-@pytest.mark.covers("1.2.3", "Q-4")
+@pytest.mark.covers("1.2.3/3", "1.2.3/6", "1.2.3/8", "1.2.3/12", "1.2.3/13", "1.2.3/15", "1.2.3/18", "1.2.3/19", "Q-4")
 def test_an_adapter_is_pushed_with_a_card_and_its_base_model(
     hub: Hub, source: Source, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,9 +218,12 @@ def test_an_adapter_is_pushed_with_a_card_and_its_base_model(
     [commit] = hub.commits
     assert source.path in commit["summary"]
     assert TOKEN not in caplog.text
+    sent = sum(method == "PUT" for method, _ in hub.seen)
+    source.push(repo_id="team/adapter")
+    assert sum(method == "PUT" for method, _ in hub.seen) == sent == 1  # the hub has it: it is not sent again
 
 
-@pytest.mark.covers("1.2.3", "Q-2", "Q-3")
+@pytest.mark.covers("1.2.3/7", "1.2.3/9", "1.2.3/18", "Q-2", "Q-3")
 def test_without_a_repository_one_is_named_and_its_branch_is_made(hub: Hub, source: Source) -> None:
     repo = f"me/tinker-fake-{clean_name(source.run)}"
     assert source.push(public=True) == Pushed(repo, "final", True)
@@ -217,7 +234,7 @@ def test_without_a_repository_one_is_named_and_its_branch_is_made(hub: Hub, sour
     assert "adapter_config.json" in hub.repos[repo]["v2"]
 
 
-@pytest.mark.covers("1.2.3")
+@pytest.mark.covers("1.2.3/9", "1.2.3/10", "1.2.3/15")
 def test_a_repository_of_another_checkpoint_is_left_alone(hub: Hub, source: Source) -> None:
     hub.put("me/a", "README.md", b"from `tinker://other/weights/x`")
     with pytest.raises(HubError, match="another checkpoint: tinker://other/weights/x") as caught:
@@ -230,7 +247,7 @@ def test_a_repository_of_another_checkpoint_is_left_alone(hub: Hub, source: Sour
     assert [commit["summary"] for commit in hub.commits][1:] == ["again"]
 
 
-@pytest.mark.covers("1.2.3")
+@pytest.mark.covers("1.2.3/8", "1.2.3/11")
 def test_files_are_chosen_by_patterns(hub: Hub, source: Source) -> None:
     source.push(repo_id="a", allow_patterns=["*.json", "checkpoint_complete"], ignore_patterns=["fake*"])
     assert sorted(hub.repos["me/a"]["main"]) == ["adapter_config.json", "checkpoint_complete"]
@@ -240,7 +257,7 @@ def test_files_are_chosen_by_patterns(hub: Hub, source: Source) -> None:
     assert "README.md" not in hub.repos["me/c"]["main"]
 
 
-@pytest.mark.covers("1.2.3")
+@pytest.mark.covers("1.2.3/11")
 @pytest.mark.parametrize(
     ("name", "pattern", "fits"),
     [
@@ -258,7 +275,7 @@ def test_patterns(name: str, pattern: str, fits: bool) -> None:
     assert matches(name, pattern) is fits
 
 
-@pytest.mark.covers("1.2.3")
+@pytest.mark.covers("1.2.3/5")
 @pytest.mark.parametrize(
     ("lacking", "message"),
     [("adapter_config.json", "has no adapter_config"), ("adapter_model.safetensors", "neither adapter_model")],
@@ -270,7 +287,7 @@ def test_what_is_no_whole_adapter_is_not_pushed(hub: Hub, source: Source, lackin
     assert hub.repos == {}
 
 
-@pytest.mark.covers("1.2.3")
+@pytest.mark.covers("1.2.3/5", "1.2.3/6")
 def test_a_base_model_that_the_adapter_names_stays(hub: Hub, source: Source) -> None:
     (source.directory / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/x"}')
     (source.directory / "adapter_model.safetensors").rename(source.directory / "adapter_model.bin")
@@ -278,7 +295,7 @@ def test_a_base_model_that_the_adapter_names_stays(hub: Hub, source: Source) -> 
     assert hub.repos["me/a"]["main"]["adapter_config.json"] == b'{"base_model_name_or_path": "Qwen/x"}'
 
 
-@pytest.mark.covers("1.2.3")
+@pytest.mark.covers("1.2.3/14")
 def test_large_files_go_in_parts_where_the_hub_wants_it(hub: Hub, source: Source) -> None:
     hub.chunk_size = 2000
     source.push(repo_id="a")
@@ -286,14 +303,14 @@ def test_large_files_go_in_parts_where_the_hub_wants_it(hub: Hub, source: Source
     assert sum(method == "PUT" for method, _ in hub.seen) == 3
 
 
-@pytest.mark.covers("1.2.3")
+@pytest.mark.covers("1.2.3/16")
 def test_a_push_can_be_a_proposal(hub: Hub, source: Source) -> None:
     source.push(repo_id="a", create_pr=True)
     [commit] = hub.commits
     assert commit["query"] == "create_pr=1"
 
 
-@pytest.mark.covers("1.2.3")
+@pytest.mark.covers("1.2.3/1", "1.2.3/2", "1.2.3/9", "1.2.3/17")
 def test_a_hub_that_refuses_is_told(hub: Hub, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HubError, match="does not know this token"):
         source.push(repo_id="a", hf_token="hf_wrong")
@@ -306,3 +323,54 @@ def test_a_hub_that_refuses_is_told(hub: Hub, source: Source, monkeypatch: pytes
         source.push(repo_id="a")
     with pytest.raises(HubError, match="not a checkpoint path"):
         push_checkpoint_adapter(source.rest, "run/weights/x", repo_id="a")
+
+
+@pytest.mark.covers("1.2.3/20", "1.2.3/18")
+@pytest.mark.parametrize("part", ["/api/whoami-v2", "/preupload/", "/lfs/"])
+def test_a_hub_that_falls_silent_during_a_push_is_given_up_in_time(
+    hub: Hub, source: Source, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # the library tries again by itself, and waits
+    hub.stall = {part: 1.0}
+    before = list(huggingface_session().event_hooks["request"])
+    with pytest.raises(tinkex.APITimeoutError, match="was silent for 100 ms"):
+        source.push(repo_id="a", http_timeout_ms=100)
+    assert huggingface_session().event_hooks["request"] == before  # the process's session is as it was
+    defaults = inspect.signature(huggingface.push_checkpoint_adapter_async).parameters
+    assert defaults["http_timeout_ms"].default == 120_000
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(HubError, match="http_timeout_ms must be"):
+            source.push(repo_id="a", http_timeout_ms=wrong)
+
+
+def huggingface_session() -> Any:
+    from huggingface_hub import get_session
+
+    return get_session()
+
+
+@pytest.mark.covers("1.2.3/4")
+def test_a_push_leaves_nothing_behind_whether_it_succeeds_or_not(
+    hub: Hub, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    seen: list[list[str]] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    hub.on_request = lambda path: seen.append([place.name for place in scratch.iterdir()])
+    source.push(repo_id="a")
+    assert any(name.startswith("tinkex-push-") for names in seen for name in names)
+    assert list(scratch.iterdir()) == []
+    hub.refuse = {"/commit/": 500}
+    with pytest.raises(tinkex.RequestFailedError):
+        source.push(repo_id="a")
+    (source.directory / "adapter_config.json").unlink()
+    with pytest.raises(HubError):
+        source.push(repo_id="a")
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.covers("1.2.3/17")
+def test_a_hub_that_cannot_be_reached_is_told_as_such(hub: Hub, source: Source) -> None:
+    with pytest.raises(tinkex.APIConnectionError, match="cannot be reached"):
+        source.push(repo_id="a", endpoint="http://127.0.0.1:1")

@@ -121,7 +121,7 @@ async def test_a_pause_is_waited_for_even_when_prolonged(monkeypatch: pytest.Mon
     assert slept == [2, 3]
 
 
-@pytest.mark.covers("24.sampling.2")
+@pytest.mark.covers("1.19/5", "24.sampling.2")
 @pytest.mark.parametrize(
     ("size", "retry_after", "seconds"),
     [(10, None, 1), (131_072, None, 1), (131_073, None, 5), (10, 7.0, 7), (200_000, 2.0, 5)],
@@ -135,7 +135,7 @@ def test_back_pressure_pauses_by_size_or_as_the_server_asks(
     assert gate.backoff.until == pytest.approx(clock.now + seconds)
 
 
-@pytest.mark.covers("C70", "24.code.13")
+@pytest.mark.covers("1.19/4", "C70", "24.code.13")
 async def test_few_pass_after_back_pressure_and_their_bytes_weigh_more() -> None:
     clock = Clock()
     gate, inside, release = DispatchGate(100_000, Backoff(clock)), list[int](), asyncio.Event()
@@ -184,7 +184,7 @@ async def fine() -> str:
     return "fine"
 
 
-@pytest.mark.covers("C88")
+@pytest.mark.covers("C88", "4.1/4")
 async def test_a_breaker_opens_probes_and_closes() -> None:
     clock = Clock()
     breaker = CircuitBreaker("r", failure_threshold=3, reset_seconds=30, clock=clock)
@@ -226,7 +226,7 @@ async def test_success_forgets_failures_in_a_row() -> None:
     assert breaker.state == "closed"
 
 
-@pytest.mark.covers("D09", "24.code.22", "Q-26")
+@pytest.mark.covers("D09", "24.code.22", "Q-26", "4.1/4")
 async def test_only_so_many_probes_at_once() -> None:
     clock, release = Clock(), asyncio.Event()
     breaker = CircuitBreaker(failure_threshold=1, half_open_calls=1, clock=clock)
@@ -245,6 +245,7 @@ async def test_only_so_many_probes_at_once() -> None:
     assert await breaker.call(fine) == "fine"  # a cancelled probe tells nothing and frees its place
 
 
+@pytest.mark.covers("4.1/4")
 async def test_a_registry_shares_breakers_by_name() -> None:
     registry = BreakerRegistry(failure_threshold=20)
     await asyncio.gather(

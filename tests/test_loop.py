@@ -24,7 +24,7 @@ print("whole loop done with", tinker.__version__)
 """
 
 
-@pytest.mark.covers("C36", "C41", "C44", "C46", "C49", "D18", "24.service.6")
+@pytest.mark.covers("C36", "C41", "C44", "C46", "C49", "D18", "24.service.6", "4.1/6")
 def test_our_client_runs_the_whole_loop(service: tinkex.ServiceClient) -> None:
     whole_loop(service, tinkex.types)
 

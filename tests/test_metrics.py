@@ -15,8 +15,6 @@ from tinkex import NotFoundError, RestClient, ServiceClient, events, metrics, pr
 from tinkex.metrics import Histogram, HistogramSummary, Metrics, Snapshot
 from tinkex.types.sessions import TelemetrySendRequest
 
-pytestmark = pytest.mark.covers("1.10")
-
 
 @pytest.fixture
 def kept() -> Iterator[Metrics]:
@@ -40,6 +38,7 @@ def stop(result: str, **measurements: float) -> None:
 # ── the calls ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("1.10/1", "1.10/2", "1.10/3", "1.10/4", "1.10/6", "1.10/10")
 def test_counters_add_gauges_replace_and_histograms_collect(fresh: None) -> None:
     for delta in (1, 5, -2):
         metrics.increment("seen", delta)
@@ -56,6 +55,7 @@ def test_counters_add_gauges_replace_and_histograms_collect(fresh: None) -> None
     assert (took.count, took.mean, took.min, took.max, took.p50, took.p95, took.p99) == (2, 10, 5, 15, 10, 15, 15)
 
 
+@pytest.mark.covers("1.10/5")
 def test_reset_forgets_everything(fresh: None) -> None:
     metrics.increment("a")
     metrics.set_gauge("b", 1)
@@ -66,6 +66,7 @@ def test_reset_forgets_everything(fresh: None) -> None:
     assert metrics.snapshot().gauges == {"a": 2}
 
 
+@pytest.mark.covers("1.10/4")
 def test_a_snapshot_is_of_its_moment(kept: Metrics) -> None:
     kept.increment("a")
     before = kept.snapshot()
@@ -73,6 +74,7 @@ def test_a_snapshot_is_of_its_moment(kept: Metrics) -> None:
     assert (before.counters, kept.snapshot().counters) == ({"a": 1}, {"a": 2})
 
 
+@pytest.mark.covers("1.10/3")
 @pytest.mark.parametrize("value", ["5", None, True, float("nan"), float("inf"), [1]])
 def test_a_sample_that_is_no_number_is_ignored(kept: Metrics, value: Any) -> None:
     kept.record_histogram("took", 2)
@@ -80,6 +82,7 @@ def test_a_sample_that_is_no_number_is_ignored(kept: Metrics, value: Any) -> Non
     assert kept.snapshot().histograms["took"].count == 1
 
 
+@pytest.mark.covers("1.10/1", "1.10/2")
 @pytest.mark.parametrize("value", ["5", None, True])
 def test_a_counter_or_gauge_that_is_no_number_is_refused(kept: Metrics, value: Any) -> None:
     with pytest.raises(TypeError, match="takes a number"):
@@ -88,6 +91,7 @@ def test_a_counter_or_gauge_that_is_no_number_is_refused(kept: Metrics, value: A
         kept.set_gauge("b", value)
 
 
+@pytest.mark.covers("1.10/1", "1.10/2")
 def test_a_name_stands_for_one_kind_of_number(kept: Metrics) -> None:
     kept.increment("a")
     with pytest.raises(ValueError, match="'a' exists already and is of another kind"):
@@ -96,6 +100,7 @@ def test_a_name_stands_for_one_kind_of_number(kept: Metrics) -> None:
         kept.record_histogram("a", 1)
 
 
+@pytest.mark.covers("1.10/1", "4.1/10")
 def test_updates_of_many_threads_are_all_counted(kept: Metrics) -> None:
     def work() -> None:
         for number in range(500):
@@ -112,6 +117,7 @@ def test_updates_of_many_threads_are_all_counted(kept: Metrics) -> None:
     assert (seen.counters["a"], seen.histograms["b"].count) == (4000, 4000)
 
 
+@pytest.mark.covers("1.10/6")
 def test_a_flush_waits_for_an_update_that_has_begun(kept: Metrics) -> None:
     inside, go, flushed = threading.Event(), threading.Event(), threading.Event()
 
@@ -137,6 +143,7 @@ def test_a_flush_waits_for_an_update_that_has_begun(kept: Metrics) -> None:
         thread.join()
 
 
+@pytest.mark.covers("1.10/7")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -153,6 +160,7 @@ def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], words:
 # ── histograms ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("1.10/9")
 def test_a_sample_on_a_bound_belongs_to_its_bucket_and_the_largest_overflow() -> None:
     histogram = Histogram([1, 2, 5])
     for sample in (0, 1, 1.5, 2, 2.001, 5, 6, 1e9):
@@ -160,6 +168,7 @@ def test_a_sample_on_a_bound_belongs_to_its_bucket_and_the_largest_overflow() ->
     assert histogram.counts == [2, 2, 2, 2]
 
 
+@pytest.mark.covers("1.10/9")
 def test_percentiles_are_of_the_newest_samples_and_the_rest_of_all() -> None:
     histogram = Histogram(max_samples=4)
     for sample in (1000, 1, 2, 3, 4):
@@ -169,6 +178,7 @@ def test_percentiles_are_of_the_newest_samples_and_the_rest_of_all() -> None:
     assert (summary.p50, summary.p95, summary.p99) == (2.5, 4, 4)
 
 
+@pytest.mark.covers("1.10/9")
 @pytest.mark.parametrize(("count", "p95", "p99"), [(1, 1, 1), (20, 19, 20), (100, 95, 99), (101, 96, 100)])
 def test_high_percentiles_are_nearest_ranks(count: int, p95: int, p99: int) -> None:
     histogram = Histogram()
@@ -178,12 +188,14 @@ def test_high_percentiles_are_nearest_ranks(count: int, p95: int, p99: int) -> N
     assert (summary.p95, summary.p99) == (p95, p99)
 
 
+@pytest.mark.covers("1.10/9")
 def test_an_empty_histogram_has_no_numbers() -> None:
     empty = Histogram().summary()
     assert empty == HistogramSummary(count=0)
     assert [getattr(empty, name) for name in ("mean", "min", "max", "p50", "p95", "p99")] == [None] * 6
 
 
+@pytest.mark.covers("1.10/7")
 def test_there_are_twelve_buckets_and_a_thousand_samples_by_default() -> None:
     assert metrics.LATENCY_BUCKETS == (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
     histogram = Histogram()
@@ -196,6 +208,7 @@ def test_there_are_twelve_buckets_and_a_thousand_samples_by_default() -> None:
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("1.10/8", "1.10/10")
 def test_requests_are_counted_by_their_outcome(kept: Metrics) -> None:
     for duration, result in ((10, "ok"), (20, "ok"), (40, "error")):
         stop(result, duration=duration)
@@ -206,11 +219,13 @@ def test_requests_are_counted_by_their_outcome(kept: Metrics) -> None:
     assert (took.p50, took.p95, took.p99) == (20, 40, 40)
 
 
+@pytest.mark.covers("1.10/8")
 def test_durations_are_kept_to_the_microsecond(kept: Metrics) -> None:
     stop("ok", duration=1.23456)
     assert kept.snapshot().histograms["tinkex_request_duration_ms"].max == 1.235
 
 
+@pytest.mark.covers("1.10/8")
 def test_a_request_without_a_duration_and_other_events_do_not_count(kept: Metrics) -> None:
     stop("ok")
     events.emit(events.HTTP_START, {"system_time": 1.0}, {})
@@ -218,6 +233,7 @@ def test_a_request_without_a_duration_and_other_events_do_not_count(kept: Metric
     assert kept.snapshot().counters == {}
 
 
+@pytest.mark.covers("1.10/7")
 def test_requests_do_not_count_when_that_is_off_but_a_programs_own_numbers_do() -> None:
     off = Metrics(enabled=False)
     stop("ok", duration=1)
@@ -232,6 +248,7 @@ def test_closed_metrics_listen_no_longer(kept: Metrics) -> None:
     assert not [known for known in events.handlers() if known.handler_id.startswith("tinkex-metrics")]
 
 
+@pytest.mark.covers("1.10/7", "4.1/10")
 def test_the_process_has_one_set_of_numbers_and_configuring_starts_it_afresh(fresh: None) -> None:
     assert metrics.shared() is metrics.shared()
     stop("ok", duration=1)
@@ -245,6 +262,7 @@ def test_the_process_has_one_set_of_numbers_and_configuring_starts_it_afresh(fre
     assert '_bucket{le="7"} 1' in metrics.to_prometheus()
 
 
+@pytest.mark.covers("1.10/8")
 def test_a_clients_requests_are_counted(fresh: None, fake_service: Callable[..., ServiceClient]) -> None:
     metrics.reset()
     service = fake_service()
@@ -261,6 +279,7 @@ def test_a_clients_requests_are_counted(fresh: None, fake_service: Callable[...,
     assert metrics.snapshot().counters["tinkex_requests_failure"] == 1
 
 
+@pytest.mark.covers("1.10/8")
 def test_requests_for_telemetry_count_like_any_other(fresh: None, fake_service: Callable[..., ServiceClient]) -> None:
     service = fake_service()
     service.get_server_capabilities()

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from tinkex import events, otel
-from tinkex.config import Config
+from faulty import Answer, faulty_server
+from tinkex import AdamParams, ServiceClient, events, otel
+from tinkex.config import Config, configure
 from tinkex.errors import ConfigurationError
 from tinkex.futures import start
 
@@ -140,7 +141,7 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> None:
 # ── headers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.8", "C16")
+@pytest.mark.covers("1.8/1", "1.9/4", "C16")
 @pytest.mark.parametrize(
     ("said", "variable", "on"),
     [
@@ -165,7 +166,7 @@ def test_it_is_off_unless_switched_on(
     assert (otel.extract({"traceparent": PARENT + "x"}, settings(said)) is not None) is on
 
 
-@pytest.mark.covers("1.8", "C16")
+@pytest.mark.covers("1.8/2", "1.8/4", "C16")
 def test_the_current_trace_is_added_and_nothing_else(stand_in: StandIn) -> None:
     headers = {"Accept": "*/*"}
     assert otel.inject(headers) == headers  # no span is active
@@ -175,14 +176,14 @@ def test_the_current_trace_is_added_and_nothing_else(stand_in: StandIn) -> None:
     assert (otel.TRACEPARENT, otel.TRACESTATE) == ("traceparent", "tracestate")
 
 
-@pytest.mark.covers("1.8", "C16")
+@pytest.mark.covers("1.8/2", "C16")
 def test_headers_that_are_there_stay(stand_in: StandIn) -> None:
     stand_in.attach({"traceparent": PARENT})
     assert otel.inject({"TraceParent": "mine"}) == {"TraceParent": "mine"}
     assert otel.inject({"Tracestate": "mine"}) == {"Tracestate": "mine", "traceparent": PARENT}
 
 
-@pytest.mark.covers("1.8", "C16")
+@pytest.mark.covers("1.8/2", "C16")
 def test_a_failure_leaves_the_headers_unchanged(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("broken propagator")
@@ -195,7 +196,7 @@ def test_a_failure_leaves_the_headers_unchanged(stand_in: StandIn, monkeypatch: 
     otel.release(otel.Attached("token"))
 
 
-@pytest.mark.covers("1.8", "C16")
+@pytest.mark.covers("1.8/2", "1.8/4", "1.8/5", "C16")
 @pytest.mark.usefixtures("missing")
 def test_without_the_package_headers_stay_and_spans_say_what_is_missing() -> None:
     assert otel.is_available() is False
@@ -208,7 +209,7 @@ def test_without_the_package_headers_stay_and_spans_say_what_is_missing() -> Non
     assert not events.is_heard()
 
 
-@pytest.mark.covers("1.8", "Q-10")
+@pytest.mark.covers("1.8/3", "1.8/4", "Q-10", "4.1/3")
 def test_a_trace_is_read_from_headers_and_left_again(stand_in: StandIn) -> None:
     assert otel.is_available()
     assert otel.extract({}) is None
@@ -240,7 +241,7 @@ async def request(path: str = "/api/v1/asample", end: Callable[[], Any] | None =
     return headers
 
 
-@pytest.mark.covers("1.8")
+@pytest.mark.covers("1.8/6")
 def test_a_request_is_a_span_that_its_headers_name(stand_in: StandIn) -> None:
     handler = otel.trace(handler_id="spans")
     assert handler == "spans"
@@ -267,7 +268,7 @@ def test_a_request_is_a_span_that_its_headers_name(stand_in: StandIn) -> None:
     assert len(stand_in.spans) == 1
 
 
-@pytest.mark.covers("1.8")
+@pytest.mark.covers("1.8/6")
 def test_failures_are_told_without_secrets(stand_in: StandIn) -> None:
     otel.trace(tracer=stand_in)
 
@@ -287,7 +288,7 @@ def test_failures_are_told_without_secrets(stand_in: StandIn) -> None:
     assert "tml-" not in str(stand_in.spans)
 
 
-@pytest.mark.covers("1.8")
+@pytest.mark.covers("1.8/6")
 def test_requests_at_the_same_time_do_not_mix(stand_in: StandIn) -> None:
     otel.trace()
 
@@ -300,7 +301,7 @@ def test_requests_at_the_same_time_do_not_mix(stand_in: StandIn) -> None:
     assert [span.attributes["url.path"] for span in stand_in.spans] == [f"/{number}" for number in range(20)]
 
 
-@pytest.mark.covers("1.8")
+@pytest.mark.covers("1.8/6")
 def test_a_span_is_the_child_of_the_one_where_the_call_was_made(stand_in: StandIn) -> None:
     otel.trace()
     outer = stand_in.start_span("mine", "internal", {})
@@ -310,7 +311,7 @@ def test_a_span_is_the_child_of_the_one_where_the_call_was_made(stand_in: StandI
     assert stand_in.spans[1].parent is outer
 
 
-@pytest.mark.covers("1.8")
+@pytest.mark.covers("1.8/6")
 def test_a_request_within_a_request_is_its_child(stand_in: StandIn) -> None:
     otel.trace()
     for path in ("/outer", "/inner"):  # a token is fetched for a request, say
@@ -332,13 +333,38 @@ def test_an_end_without_a_beginning_is_passed_over(stand_in: StandIn) -> None:
     assert events.is_heard()
 
 
+@pytest.mark.covers("1.8/2", "1.8/6", "4.1/3")
+def test_the_requests_of_a_client_are_spans_of_where_they_were_made(stand_in: StandIn) -> None:
+    otel.trace()
+    configure(otel_propagate=True)
+    try:
+        with faulty_server() as server, ServiceClient(base_url=server.base_url) as service:
+            server.script("retrieve_future", Answer(body={"model_id": "s:train:0"}), Answer(body={"metrics": {}}))
+            server.script("optim_step", Answer(body={"request_id": "r"}))
+            client = service.create_lora_training_client("m")
+            outer = stand_in.start_span("my step", "internal", {})
+            token = stand_in.attach({"span": outer})
+            future = client.optim_step(AdamParams(learning_rate=0.1))
+            stand_in.detach(token)
+            future.result(10)
+            [seen] = server.requests("optim_step")
+    finally:
+        configure()
+    [span] = [span for span in stand_in.spans if span.name == "POST /api/v1/optim_step"]
+    assert seen.headers["traceparent"] == f"00-span-{span.number}"
+    assert span.parent is outer
+    assert span.ended
+    expected = {"tinkex.session_id": "s", "tinkex.model_id": "s:train:0", "tinkex.seq_id": 1, "tinkex.result": "ok"}
+    assert span.attributes.items() >= expected.items()
+
+
 # ── the real thing ───────────────────────────────────────────────────────────────────────────────────────────────
 
 real = pytest.mark.skipif(importlib.util.find_spec("opentelemetry") is None, reason="needs opentelemetry-api")
 
 
 @real
-@pytest.mark.covers("1.8", "Q-10")
+@pytest.mark.covers("1.8/2", "1.8/3", "Q-10")
 def test_headers_with_opentelemetry_itself() -> None:
     from opentelemetry import baggage, context, trace
 
@@ -356,7 +382,7 @@ def test_headers_with_opentelemetry_itself() -> None:
 
 @real
 @pytest.mark.skipif(importlib.util.find_spec("opentelemetry.sdk") is None, reason="needs opentelemetry-sdk")
-@pytest.mark.covers("1.8")
+@pytest.mark.covers("1.8/6")
 def test_spans_with_opentelemetry_itself() -> None:
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider

@@ -27,7 +27,7 @@ parse = types.ParsedCheckpointTinkerPath.from_tinker_path
 # ── tinker paths ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.15")
+@pytest.mark.covers("1.15/2")
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -47,7 +47,7 @@ def test_scheme_shape_and_kind_are_three_different_mistakes(path: Any, message: 
         parse(path)
 
 
-@pytest.mark.covers("1.15")
+@pytest.mark.covers("1.15/1", "1.15/3")
 def test_a_run_may_have_colons_and_the_kind_says_what_it_is() -> None:
     parsed = parse("tinker://uuid:train:0/sampler_weights/0001")
     assert (parsed.training_run_id, parsed.checkpoint_type) == ("uuid:train:0", "sampler")
@@ -55,7 +55,7 @@ def test_a_run_may_have_colons_and_the_kind_says_what_it_is() -> None:
     assert parse("tinker://r/weights/1").checkpoint_type == "training"
 
 
-@pytest.mark.covers("1.15", "Q-13")
+@pytest.mark.covers("1.15/1", "Q-13")
 @given(
     st.text() | st.lists(st.sampled_from(["tinker://", "/", "..", ".", "weights", "a", ":", "\\", "\0"])).map("".join)
 )
@@ -79,7 +79,7 @@ def test_a_path_is_taken_apart_or_refused_and_never_leads_elsewhere(path: str) -
 # ── lifetimes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.15")
+@pytest.mark.covers("1.15/4")
 @given(ANYTHING)
 @settings(max_examples=60, deadline=None)
 def test_a_lifetime_is_a_positive_whole_number_or_none(value: Any) -> None:
@@ -97,7 +97,7 @@ def test_a_lifetime_is_a_positive_whole_number_or_none(value: Any) -> None:
 LINE = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]))
 
 
-@pytest.mark.covers("Q-25")
+@pytest.mark.covers("Q-25", "4.1/2")
 @given(
     st.lists(st.lists(LINE, min_size=1, max_size=3), max_size=5),
     st.lists(st.integers(0, 400), max_size=8),
@@ -123,7 +123,7 @@ LEAF = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.bina
 FIELD = LEAF | st.lists(LEAF, max_size=2) | st.dictionaries(NAME, LEAF | st.lists(LEAF, max_size=2), max_size=2)
 
 
-@pytest.mark.covers("1.17", "Q-22")
+@pytest.mark.covers("1.17.4/1", "Q-22")
 @given(NAME, st.none() | NAME, st.binary(max_size=100), NAME)
 def test_no_name_adds_a_header_or_a_part(name: str, filename: str | None, content: bytes, field: str) -> None:
     try:
@@ -140,7 +140,7 @@ def test_no_name_adds_a_header_or_a_part(name: str, filename: str | None, conten
     assert rest == content + b"\r\n--B0undary--\r\n"
 
 
-@pytest.mark.covers("1.17")
+@pytest.mark.covers("1.17.3/1")
 @given(st.dictionaries(NAME, FIELD, max_size=3))
 @settings(max_examples=50, deadline=None)
 def test_any_fields_become_a_form_or_a_reason(fields: dict[str, Any]) -> None:
@@ -178,7 +178,7 @@ VALUE = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 )
 
 
-@pytest.mark.covers("1.9")
+@pytest.mark.covers("1.9/1", "1.9/2", "1.9/3", "1.9/6")
 @given(st.dictionaries(st.sampled_from(NAMES), VALUE))
 @settings(deadline=None)
 def test_no_environment_breaks_the_reading_of_it(variables: dict[str, str]) -> None:
@@ -196,6 +196,7 @@ def test_no_environment_breaks_the_reading_of_it(variables: dict[str, str]) -> N
 # ── logging and versions ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("1.18/1")
 def test_levels_set_the_packages_own_logger_and_no_other() -> None:
     logger, root = logging.getLogger("tinkex"), logging.getLogger()
     before, of_root = logger.level, root.level
@@ -212,6 +213,7 @@ def test_levels_set_the_packages_own_logger_and_no_other() -> None:
         logger.setLevel(before)
 
 
+@pytest.mark.covers("1.18/2")
 def test_the_versions_are_told_apart() -> None:
     assert version.current() == tinkex.__version__
     assert version.tinker_sdk() == PROTOCOL_VERSION != tinkex.__version__

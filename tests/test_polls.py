@@ -507,7 +507,7 @@ def test_a_result_that_is_gone_says_what_to_do(
 # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("C63")
+@pytest.mark.covers("C63", "1.4.2/5")
 @pytest.mark.parametrize(
     ("answers", "name", "facts"),
     [

@@ -39,7 +39,7 @@ def heard() -> Iterator[list[tuple[str, Mapping[str, float], Mapping[str, Any]]]
 # ── the log ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("C85")
+@pytest.mark.covers("1.19/2", "C85")
 @pytest.mark.parametrize(
     ("kind", "state", "reason", "shown"),
     [
@@ -60,7 +60,7 @@ def test_the_log_says_what_is_held_up_and_why(
     assert caplog.record_tuples == [("tinkex", logging.WARNING, f"{kind} is paused for s-1. Reason: {shown}")]
 
 
-@pytest.mark.covers("C85")
+@pytest.mark.covers("1.19/2", "C85")
 def test_work_that_goes_on_is_never_logged_and_costs_no_later_warning(caplog: pytest.LogCaptureFixture) -> None:
     log = QueueStateLogger("Training", Clock())
     log.on_queue_state_change(ACTIVE, "busy", name="m")
@@ -70,7 +70,7 @@ def test_work_that_goes_on_is_never_logged_and_costs_no_later_warning(caplog: py
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.covers("C85")
+@pytest.mark.covers("1.19/2", "C85")
 def test_the_log_speaks_once_a_minute_of_each_client(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     log = QueueStateLogger("Sampling", clock)
@@ -188,7 +188,7 @@ class OfAnything(Watcher):
         self.calls.append(arguments)
 
 
-@pytest.mark.covers("C84")
+@pytest.mark.covers("1.19/3", "C84")
 @pytest.mark.parametrize(
     ("kind", "second"),
     [
@@ -226,7 +226,7 @@ def test_what_cannot_observe_is_not_told(observer: Any, caplog: pytest.LogCaptur
     assert caplog.messages == []
 
 
-@pytest.mark.covers("C84")
+@pytest.mark.covers("1.19/3", "C84")
 def test_an_observer_that_fails_is_logged_and_the_next_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def broken(state: QueueState) -> None:
         raise RuntimeError("no")
@@ -247,7 +247,7 @@ def test_an_observer_that_fails_is_logged_and_the_next_is_told(caplog: pytest.Lo
 # ── changes ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("C84")
+@pytest.mark.covers("1.19/3", "C84")
 def test_only_changes_of_state_or_reason_are_passed_on() -> None:
     watcher = OfReasons()
     tracker = QueueStateTracker([watcher])
@@ -285,7 +285,7 @@ def test_a_first_unknown_state_is_a_change_and_the_initial_one_is_not() -> None:
     assert watcher.calls == [(QueueState.UNKNOWN, None), (ACTIVE, "why")]
 
 
-@pytest.mark.covers("C84")
+@pytest.mark.covers("1.4.2/4", "C84")
 def test_a_change_is_an_event_with_all_that_is_known(heard: list[Any]) -> None:
     watcher = OfMetadata()
     tracker = QueueStateTracker([watcher], {"model_id": "m", "session_id": "s"})

@@ -27,7 +27,9 @@ from tinkex.types.checkpoints import TrainingRun
 DEFAULTS = RecoveryPolicy()
 
 
-@pytest.mark.covers("1.11.1")
+@pytest.mark.covers(
+    "1.11/1", "1.11.1/1", "1.11.1/2", "1.11.1/3", "1.11.1/4", "1.11.1/5", "1.11.1/6", "1.11.1/7", "1.11.1/8", "1.11.1/9"
+)
 def test_the_defaults_are_the_documented_ones() -> None:
     assert (DEFAULTS.enabled, DEFAULTS.max_attempts, DEFAULTS.backoff_ms) == (False, 3, 5_000)
     assert (DEFAULTS.max_backoff_ms, DEFAULTS.poll_interval_ms) == (60_000, 30_000)
@@ -35,7 +37,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert (DEFAULTS.on_recovery, DEFAULTS.on_failure) == (None, None)
 
 
-@pytest.mark.covers("1.11.1")
+@pytest.mark.covers("1.11.1/1", "1.11.1/2", "1.11.1/3", "1.11.1/4", "1.11.1/5", "1.11.1/7", "1.11.1/8", "1.11.1/9")
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
@@ -57,7 +59,7 @@ def test_a_value_of_the_wrong_kind_counts_as_its_default(name: str, good: Any, b
         assert getattr(RecoveryPolicy.of({name: value}), name) == getattr(DEFAULTS, name), value
 
 
-@pytest.mark.covers("1.11.1")
+@pytest.mark.covers("1.11.1/6")
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -76,7 +78,7 @@ def test_strategies_are_read_in_any_letter_case(given: Any, expected: Any) -> No
     assert RecoveryPolicy.of({"checkpoint_strategy": given}).checkpoint_strategy == expected
 
 
-@pytest.mark.covers("1.11.1")
+@pytest.mark.covers("1.11.1/10")
 def test_a_policy_is_made_of_a_policy_a_mapping_pairs_or_nothing() -> None:
     policy = RecoveryPolicy(enabled=True)
     assert RecoveryPolicy.of(policy) is policy
@@ -87,7 +89,7 @@ def test_a_policy_is_made_of_a_policy_a_mapping_pairs_or_nothing() -> None:
             RecoveryPolicy.of(wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.covers("1.11.1")
+@pytest.mark.covers("1.11.1/11")
 def test_a_config_takes_the_same() -> None:
     config = Config(base_url="local", recovery={"enabled": True, "max_attempts": 9})
     assert config.recovery == RecoveryPolicy(enabled=True, max_attempts=9)
@@ -95,7 +97,7 @@ def test_a_config_takes_the_same() -> None:
         Config(base_url="local", recovery=7)  # type: ignore[arg-type]
 
 
-@pytest.mark.covers("1.11.3")
+@pytest.mark.covers("1.11.3/3")
 def test_waits_double_up_to_a_limit() -> None:
     assert [DEFAULTS.backoff(attempt) for attempt in (1, 2, 3, 4, 5, 99)] == [5, 10, 20, 40, 60, 60]
 
@@ -202,7 +204,21 @@ QUICK = RecoveryPolicy(enabled=True, backoff_ms=1, max_attempts=2)
 # ── the monitor ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.11.2", "1.11.4")
+@pytest.mark.covers(
+    "1.11.2/2",
+    "1.11.2/3",
+    "1.11.2/4",
+    "1.11.2/6",
+    "1.11.2/7",
+    "1.11.3/5",
+    "1.11.3/7",
+    "1.11.4/1",
+    "1.11.4/3",
+    "1.11.4/4",
+    "1.11.4/5",
+    "1.11.4/6",
+    "1.11.4/9",
+)
 def test_a_corrupted_run_is_noticed_handed_over_and_made_anew_from_its_checkpoint(place: Place, heard: Heard) -> None:
     told: list[Any] = []
     policy = replace(QUICK, on_recovery=lambda *facts: told.append((*facts, threading.current_thread())))
@@ -241,7 +257,7 @@ def test_a_corrupted_run_is_noticed_handed_over_and_made_anew_from_its_checkpoin
     clock.release()
 
 
-@pytest.mark.covers("1.11.2")
+@pytest.mark.covers("1.11/1", "1.11.2/1", "1.11.2/2")
 def test_a_monitor_says_why_it_does_not_watch(place: Place) -> None:
     for monitor, reason in (
         (Monitor(Executor()), "recovery_disabled"),
@@ -259,7 +275,7 @@ def test_a_monitor_says_why_it_does_not_watch(place: Place) -> None:
         Monitor(Executor(), QUICK, rest_client_fun=refuse).monitor_run("run", place.service)
 
 
-@pytest.mark.covers("1.11.1", "1.11.2")
+@pytest.mark.covers("1.11.1/11", "1.11.2/1", "1.11.2/4", "1.11.2/9")
 def test_without_a_policy_of_its_own_a_monitor_goes_by_the_config(place: Place) -> None:
     clock = Clock()
     tinkex.configure(recovery={"enabled": True, "poll_interval_ms": 7_000})
@@ -276,7 +292,7 @@ def test_without_a_policy_of_its_own_a_monitor_goes_by_the_config(place: Place) 
         tinkex.configure()
 
 
-@pytest.mark.covers("1.11.2", "1.11.4")
+@pytest.mark.covers("1.11.2/6", "1.11.4/2")
 def test_a_look_that_fails_is_told_and_the_run_stays_watched(place: Place, heard: Heard) -> None:
     clock = Clock()
     monitor = Monitor(Executor(), QUICK, sleep=clock.sleep)
@@ -291,7 +307,55 @@ def test_a_look_that_fails_is_told_and_the_run_stays_watched(place: Place, heard
     clock.release()
 
 
-@pytest.mark.covers("1.11.2")
+@pytest.mark.covers("1.11.2/8", "1.11.2/2", "1.11.2/3")
+def test_there_is_one_timer_while_runs_are_watched_and_none_afterwards(place: Place) -> None:
+    clock = Clock()
+    monitor = Monitor(Executor(), QUICK, sleep=clock.sleep)
+    assert clock.asked == []  # nobody is watched: nothing waits
+    for run_id in ("a", "b", "a"):
+        monitor.monitor_run(run_id, place.service)
+    assert sorted(monitor.run_ids) == ["a", "b"]
+    clock.tick(1)
+    clock.wait(2)
+    assert len(clock.asked) == 2  # one timer for all, and one look
+    for run_id in ("a", "b"):
+        monitor.stop_monitoring(run_id)
+    clock.release()
+    time.sleep(0.05)
+    assert len(clock.asked) == 2  # not armed again
+    monitor.monitor_run("c", place.service)
+    clock.wait(3)
+    monitor.stop_monitoring("c")
+    clock.release()
+
+
+@pytest.mark.covers("1.11.2/9")
+def test_runs_are_looked_at_one_after_another(place: Place, heard: Heard) -> None:
+    under_way, most, looked = 0, 0, list[str]()
+
+    class Slow:
+        async def get_training_run_async(self, run_id: str) -> TrainingRun:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            await asyncio.sleep(0.01)
+            under_way -= 1
+            looked.append(run_id)
+            raise OSError("not now")
+
+    clock = Clock()
+    monitor = Monitor(Executor(), QUICK, rest_client_fun=lambda service: Slow(), sleep=clock.sleep)  # type: ignore[arg-type, return-value]
+    for run_id in "abc":
+        monitor.monitor_run(run_id, place.service)
+    clock.tick()
+    clock.wait(2)
+    assert (looked, most) == (["a", "b", "c"], 1)
+    for run_id in "abc":
+        monitor.stop_monitoring(run_id)
+    clock.release()
+
+
+@pytest.mark.covers("1.11.2/7")
 def test_a_run_that_the_executor_refuses_is_offered_again(place: Place, heard: Heard) -> None:
     client, clock, busy = place.run(0.5), Clock(), Clock()
     executor = Executor(sleep=busy.sleep)
@@ -315,7 +379,7 @@ def test_a_run_that_the_executor_refuses_is_offered_again(place: Place, heard: H
     assert monitor.run_ids == []
 
 
-@pytest.mark.covers("1.11.2")
+@pytest.mark.covers("1.11.2/5")
 @pytest.mark.parametrize(
     ("given", "expected"), [(True, True), ("true", True), ("TRUE", True), ("no", False), (False, False)]
 )
@@ -333,7 +397,7 @@ def recovered(place: Place, heard: Heard, policy: RecoveryPolicy, client: Traini
     return str(heard.wait("completed")["checkpoint"].rpartition("/")[2])
 
 
-@pytest.mark.covers("1.11.3")
+@pytest.mark.covers("1.11.3/6")
 @pytest.mark.parametrize(
     ("strategy", "losses", "expected"),
     [
@@ -350,7 +414,7 @@ def test_the_checkpoint_is_chosen_by_the_strategy(
     assert recovered(place, heard, policy, place.run(*losses)) == expected
 
 
-@pytest.mark.covers("1.11.3")
+@pytest.mark.covers("1.11.3/6")
 def test_what_is_known_of_the_run_spares_the_question(place: Place, heard: Heard) -> None:
     client = place.run(1.0, 2.0)
     path = f"tinker://{client.model_id}/weights/s0"
@@ -368,7 +432,7 @@ def test_what_is_known_of_the_run_spares_the_question(place: Place, heard: Heard
     assert recovered(place, heard, replace(QUICK, checkpoint_strategy=("specific", path)), client, run=run) == "s0"
 
 
-@pytest.mark.covers("1.11.3")
+@pytest.mark.covers("1.11.3/6")
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(place: Place, heard: Heard) -> None:
     client = place.run()
     run = rest_client_of(place.service).get_training_run(client.model_id).result(20)
@@ -384,7 +448,7 @@ def test_without_a_checkpoint_there_is_nothing_to_go_on_from(place: Place, heard
         best_checkpoint([], once)
 
 
-@pytest.mark.covers("1.11.3")
+@pytest.mark.covers("1.11.3/5")
 @pytest.mark.parametrize(("restore", "step"), [(True, 2), (False, 1)])
 def test_the_optimizers_state_comes_along_unless_it_is_not_wanted(
     place: Place, heard: Heard, restore: bool, step: int
@@ -401,7 +465,7 @@ def test_the_optimizers_state_comes_along_unless_it_is_not_wanted(
     assert f'"step": {step}' in (directory / "fake.json").read_text()
 
 
-@pytest.mark.covers("1.11.3", "1.11.4")
+@pytest.mark.covers("1.11.3/2", "1.11.3/3", "1.11.4/7", "1.11.4/8", "1.11.4/9")
 def test_attempts_are_counted_and_failure_is_told_in_the_end(place: Place, heard: Heard) -> None:
     failed: list[Any] = []
     clock = Clock()
@@ -434,7 +498,7 @@ def test_attempts_are_counted_and_failure_is_told_in_the_end(place: Place, heard
     assert executor.pending == []
 
 
-@pytest.mark.covers("1.11.3")
+@pytest.mark.covers("1.11.3/1", "1.11.3/4")
 def test_other_runs_go_on_while_one_waits_and_only_so_many_run_at_once(place: Place, heard: Heard) -> None:
     clock, client = Clock(), place.run(1.0)
     executor = Executor(max_concurrent=0, sleep=clock.sleep)  # one, at least
@@ -449,7 +513,7 @@ def test_other_runs_go_on_while_one_waits_and_only_so_many_run_at_once(place: Pl
     heard.wait("exhausted")
 
 
-@pytest.mark.covers("1.11.3")
+@pytest.mark.covers("1.11.3/7")
 def test_a_callback_that_fails_breaks_nothing(place: Place, heard: Heard, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*facts: Any) -> None:
         raise KeyError("mine")
@@ -465,14 +529,14 @@ def test_a_callback_that_fails_breaks_nothing(place: Place, heard: Heard, caplog
     assert caplog.text.count("a callback of the recovery failed") == 2
 
 
-@pytest.mark.covers("1.11.3")
+@pytest.mark.covers("1.11/1", "1.11.3/2")
 def test_a_policy_that_is_off_recovers_nothing(place: Place) -> None:
     with pytest.raises(RecoveryError) as caught:
         Executor().recover("run", place.service, RecoveryPolicy())
     assert caught.value.reason == "recovery_disabled"
 
 
-@pytest.mark.covers("1.11.3")
+@pytest.mark.covers("1.11.3/5")
 def test_a_session_that_was_lost_as_well_is_opened_anew(place: Place, heard: Heard) -> None:
     from support import Wire
 

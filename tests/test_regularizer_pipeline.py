@@ -95,7 +95,7 @@ def heard() -> Iterator[list[tuple[str, dict[str, Any], dict[str, Any]]]]:
 # ── what a regularizer is ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.12.2", "Q-11")
+@pytest.mark.covers("1.12.2/1", "1.12.2/2", "Q-11")
 def test_functions_of_two_and_three_arguments_and_objects_are_regularizers() -> None:
     assert isinstance(Doubled(), Regularizer)
     assert isinstance(L1(), Regularizer)
@@ -113,7 +113,7 @@ def test_functions_of_two_and_three_arguments_and_objects_are_regularizers() -> 
     assert execute_one(spec(L1(), opts={"lambda": 4}), [], X).value == 24
 
 
-@pytest.mark.covers("1.12.2")
+@pytest.mark.covers("1.12.2/3")
 def test_specs_are_made_of_mappings_and_keywords() -> None:
     made = RegularizerSpec.new({"fn": total, "weight": 0.5, "name": "a", "async": True})
     assert made == RegularizerSpec.new(fn=total, weight=0.5, name="a", async_=True)
@@ -124,7 +124,7 @@ def test_specs_are_made_of_mappings_and_keywords() -> None:
     assert RegularizerSpec(L1(), 1, "other").name == "other"
 
 
-@pytest.mark.covers("1.12.2")
+@pytest.mark.covers("1.12.2/3")
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -180,7 +180,7 @@ def test_plain_numbers_and_tensors_among_metrics_are_taken() -> None:
 # ── execution ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.12.3")
+@pytest.mark.covers("1.12.3/1", "1.12.3/6")
 @pytest.mark.parametrize("track", [True, False])
 def test_side_by_side_and_one_by_one_give_the_same_in_the_order_of_the_specs(track: bool) -> None:
     def slow(data: Any, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -194,7 +194,7 @@ def test_side_by_side_and_one_by_one_give_the_same_in_the_order_of_the_specs(tra
     assert execute_all(specs, [], X, max_concurrency=1, track_grad_norms=track) == outputs[0]
 
 
-@pytest.mark.covers("1.12.3")
+@pytest.mark.covers("1.12.3/1")
 def test_nothing_to_execute_gives_nothing() -> None:
     assert execute_all([], [], X) == []
     assert execute_all([], [], X, parallel=False) == []
@@ -224,7 +224,7 @@ def test_regularizers_run_side_by_side_but_no_more_than_asked() -> None:
     assert most == 2
 
 
-@pytest.mark.covers("1.12.3")
+@pytest.mark.covers("1.12.3/1", "1.12.3/2")
 @pytest.mark.parametrize("parallel", [True, False])
 def test_one_that_raises_is_named_and_the_first_in_order_counts(parallel: bool) -> None:
     def late(data: Any, logprobs: Any) -> Any:
@@ -239,7 +239,7 @@ def test_one_that_raises_is_named_and_the_first_in_order_counts(parallel: bool) 
     assert (revived.kind, revived.name, str(revived)) == ("regularizer_failed", "late", str(caught.value))
 
 
-@pytest.mark.covers("1.12.3")
+@pytest.mark.covers("1.12.3/5")
 def test_one_by_one_nothing_is_computed_after_a_failure() -> None:
     calls: list[str] = []
     with pytest.raises(RegularizerError):
@@ -249,7 +249,7 @@ def test_one_by_one_nothing_is_computed_after_a_failure() -> None:
     assert calls == []
 
 
-@pytest.mark.covers("1.12.3")
+@pytest.mark.covers("1.12.3/4")
 def test_one_that_takes_too_long_is_given_up_and_the_others_go_on() -> None:
     stop = threading.Event()
 
@@ -296,7 +296,7 @@ def pooled(_: Any, logprobs: torch.Tensor) -> concurrent.futures.Future[Any]:
     return future
 
 
-@pytest.mark.covers("1.12.2")
+@pytest.mark.covers("1.12.2/4")
 @pytest.mark.parametrize("fn", [later, pooled])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_awaitables_and_futures_are_waited_for(fn: Any, parallel: bool) -> None:
@@ -320,7 +320,7 @@ async def given_up(_: Any, logprobs: torch.Tensor) -> Any:
     raise asyncio.CancelledError
 
 
-@pytest.mark.covers("1.12.3")
+@pytest.mark.covers("1.12.3/3")
 @pytest.mark.parametrize(
     ("fn", "kind", "cause"),
     [
@@ -356,7 +356,7 @@ def test_the_norm_of_an_asynchronous_one_is_reported_as_zero_with_a_warning(capl
 # ── gradients ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.12.4")
+@pytest.mark.covers("1.12.4/1", "1.12.4/4", "1.12.4/5")
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -376,7 +376,7 @@ def test_norms_of_gradients(function: Any, expected: float) -> None:
         assert compute_grad_norm(function, X) == pytest.approx(expected)
 
 
-@pytest.mark.covers("1.12.4")
+@pytest.mark.covers("1.12.4/1", "1.12.4/5")
 def test_norms_of_gradients_of_any_shape() -> None:
     assert compute_grad_norm(torch.sum, torch.ones(2, 2)) == 2
     assert compute_grad_norm(torch.sum, torch.tensor(3.0)) == 1
@@ -386,7 +386,7 @@ def test_norms_of_gradients_of_any_shape() -> None:
     assert kept.grad is None
 
 
-@pytest.mark.covers("1.12.4")
+@pytest.mark.covers("1.12.4/2", "1.12.4/3", "1.12.4/5", "1.12.5/4")
 def test_norms_of_terms_and_of_the_whole() -> None:
     specs = [spec(total, 1.0, "a"), spec(total, 1.0, "b")]
     assert grad_norm_for_regularizer(spec(squares, 0.1), [], X) == pytest.approx(math.sqrt(56))  # not weighted
@@ -401,7 +401,7 @@ def test_norms_of_terms_and_of_the_whole() -> None:
     assert found.grad_norm_weighted == pytest.approx(0.5 * math.sqrt(56))
 
 
-@pytest.mark.covers("1.12.4")
+@pytest.mark.covers("1.12.4/2", "1.12.4/3")
 def test_norms_that_cannot_be_computed_are_zero_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert grad_norm_for_regularizer(spec(broken, name="bad"), [], X) == 0.0
     assert total_grad_norm(broken, [], [], X) == 0.0
@@ -427,7 +427,7 @@ def underivable(_: Any, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str,
     return Spoilt.apply(logprobs), {}  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.covers("1.12.4")
+@pytest.mark.covers("1.12.4/4")
 def test_a_base_loss_without_a_gradient_has_no_norm(caplog: pytest.LogCaptureFixture) -> None:
     output = compute([], X, underivable, [spec(squares)], track_grad_norms=True)
     assert output.base_loss == BaseLoss(value=6.0, grad_norm=None)
@@ -477,7 +477,7 @@ def test_every_function_is_called_once_also_when_norms_are_tracked(parallel: boo
 # ── the pipeline ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.12.1", "1.12.5")
+@pytest.mark.covers("1.12.1/1", "1.12.5/3")
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_loss_is_its_base_and_the_weighted_terms(parallel: bool) -> None:
     specs = [spec(squares, 0.5, "a"), spec(total, 0.1, "b"), spec(total, 0, "c")]
@@ -490,7 +490,7 @@ def test_a_loss_is_its_base_and_the_weighted_terms(parallel: bool) -> None:
     assert output.total_grad_norm is None
 
 
-@pytest.mark.covers("1.12.5")
+@pytest.mark.covers("1.12.5/4")
 def test_without_regularizers_the_norm_of_the_whole_is_the_bases() -> None:
     output = compute([], X, squares, track_grad_norms=True)
     assert output.base_loss is not None
@@ -498,7 +498,7 @@ def test_without_regularizers_the_norm_of_the_whole_is_the_bases() -> None:
     assert (output.regularizers, output.regularizer_total, output.loss) == ({}, 0.0, 14)
 
 
-@pytest.mark.covers("1.12.5")
+@pytest.mark.covers("1.12.5/1", "1.12.5/2", "1.12.5/5", "1.12.7/3")
 @pytest.mark.parametrize(
     ("base", "specs", "words"),
     [
@@ -518,7 +518,7 @@ def test_a_loss_that_cannot_be_composed_is_said_and_told(base: Any, specs: Any, 
     assert [name for name, *_ in heard] == [bus.CUSTOM_LOSS_START, bus.CUSTOM_LOSS_EXCEPTION]
 
 
-@pytest.mark.covers("1.12.5")
+@pytest.mark.covers("1.12.5/5", "1.12.7/6")
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_regularizers_failure_is_passed_on_as_it_is(parallel: bool, heard: list[Any]) -> None:
     with pytest.raises(RegularizerError) as caught:
@@ -537,7 +537,7 @@ def test_a_regularizers_failure_is_passed_on_as_it_is(parallel: bool, heard: lis
 # ── outputs ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.12.6")
+@pytest.mark.covers("1.12.6/1")
 def test_a_regularizers_json_has_norms_only_when_there_are_some() -> None:
     bare = RegularizerOutput.from_computation("a", 2.0, 0.5, custom={"x": 1})
     assert bare.to_json() == {"name": "a", "value": 2.0, "weight": 0.5, "contribution": 1.0, "custom": {"x": 1}}
@@ -546,7 +546,7 @@ def test_a_regularizers_json_has_norms_only_when_there_are_some() -> None:
     assert full.to_json() == {**bare.to_json(), "custom": {}, "grad_norm": 3.0, "grad_norm_weighted": 1.5}
 
 
-@pytest.mark.covers("1.12.6")
+@pytest.mark.covers("1.12.6/2")
 def test_a_losses_json_keeps_nulls_inside_and_leaves_out_what_is_not_there() -> None:
     output = compute([], X, total, [spec(squares, 0.5, "a")])
     found = json.loads(json.dumps(output.to_json()))
@@ -584,7 +584,7 @@ def test_the_numbers_of_a_loss_as_flat_metrics() -> None:
 # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.12.7")
+@pytest.mark.covers("1.4.2/8", "1.12.5/1", "1.12.7/1", "1.12.7/2", "1.12.7/3", "1.12.7/4", "1.12.7/5", "1.12.7/6")
 @pytest.mark.parametrize("track", [True, False])
 def test_events_carry_what_the_catalogue_says(track: bool, heard: list[Any]) -> None:
     compute([], X, total, [spec(squares, 0.5, "a")], track_grad_norms=track)
@@ -606,7 +606,7 @@ def test_events_carry_what_the_catalogue_says(track: bool, heard: list[Any]) -> 
     assert 0 <= numbers["duration"] < 10_000
 
 
-@pytest.mark.covers("1.12.3", "1.12.7")
+@pytest.mark.covers("1.12.3/7")
 def test_starts_come_first_side_by_side_and_in_turn_one_by_one(heard: list[Any]) -> None:
     specs = [spec(name=name) for name in "ab"]
     start, stop = bus.REGULARIZER_START, bus.REGULARIZER_STOP
@@ -619,7 +619,7 @@ def test_starts_come_first_side_by_side_and_in_turn_one_by_one(heard: list[Any])
     assert said == [(start, "a"), (stop, "a"), (start, "b"), (stop, "b")]
 
 
-@pytest.mark.covers("1.12.7")
+@pytest.mark.covers("1.12.7/7")
 def test_the_logger_writes_a_line_for_each_event(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tinkex")
     handler = regularizers.attach_logger()
@@ -644,6 +644,7 @@ def test_the_logger_writes_a_line_for_each_event(caplog: pytest.LogCaptureFixtur
     assert len(caplog.records) == 8
 
 
+@pytest.mark.covers("1.12.7/7")
 def test_a_loggers_level_and_id_are_the_callers(caplog: pytest.LogCaptureFixture) -> None:
     assert regularizers.attach_logger("mine", level="error") == "mine"
     with pytest.raises(ValueError, match="attached already"):
@@ -655,6 +656,7 @@ def test_a_loggers_level_and_id_are_the_callers(caplog: pytest.LogCaptureFixture
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
 
 
+@pytest.mark.covers("1.12.7/7")
 def test_there_are_six_events() -> None:
     assert regularizers.events() == [name for name in bus.CATALOGUE if "custom_loss" in name or "regularizer" in name]
     assert len(regularizers.events()) == 6

@@ -68,7 +68,7 @@ def squares(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[An
 # ── custom losses ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.13")
+@pytest.mark.covers("1.13/2", "1.13/3", "1.13/5", "1.13/6")
 def test_a_custom_loss_is_a_forward_pass_and_one_with_minus_its_gradient_as_weights(
     client: TrainingClient, engine: Recording
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_custom_loss_is_a_forward_pass_and_one_with_minus_its_gradient_as_weig
     assert client.optim_step(STEP).result(20).metrics is not None
 
 
-@pytest.mark.covers("1.13")
+@pytest.mark.covers("1.13/3")
 @pytest.mark.parametrize(
     "written",
     [
@@ -115,13 +115,14 @@ def test_log_probabilities_are_read_as_tensors_and_as_bare_lists(written: Any) -
     assert weighted[0].loss_fn_inputs["weights"].tolist() == [2.0, 4.0]
 
 
+@pytest.mark.covers("1.13/3")
 @pytest.mark.parametrize("written", ["abc", 3, None, [["a"]], [[1.0], [1.0, 2.0]]])
 def test_log_probabilities_that_are_none_are_refused(written: Any) -> None:
     with pytest.raises(ValueError, match="tensor"):
         types.ForwardBackwardOutput.from_wire({"loss_fn_outputs": [{"logprobs": written}]})
 
 
-@pytest.mark.covers("1.13")
+@pytest.mark.covers("1.13/1")
 def test_a_datum_without_targets_is_refused_before_anything_is_sent(client: TrainingClient, engine: Recording) -> None:
     bare = types.Datum(types.ModelInput.from_ints([1, 2]), {"weights": [1.0, 1.0]})
     with pytest.raises(ValueError, match="datum 1 has none"):
@@ -129,7 +130,7 @@ def test_a_datum_without_targets_is_refused_before_anything_is_sent(client: Trai
     assert engine.passes == []
 
 
-@pytest.mark.covers("1.13")
+@pytest.mark.covers("1.13/1", "1.13/2")
 def test_numbers_of_both_passes_follow_each_other_also_in_chunks(client: TrainingClient, engine: Recording) -> None:
     session = client._session
     session.client_config = session.client_config.model_copy(update={"fwdbwd_max_chunk_len": 1})
@@ -145,7 +146,7 @@ def test_numbers_of_both_passes_follow_each_other_also_in_chunks(client: Trainin
 # ── regularizers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.13")
+@pytest.mark.covers("1.13/4", "1.13/5", "1.13/6")
 @pytest.mark.parametrize("keyword", [True, False])
 def test_regularizers_are_folded_into_the_loss(client: TrainingClient, engine: Recording, keyword: bool) -> None:
     terms = [RegularizerSpec(L1(), 0.5), RegularizerSpec(L2(), 2.0)]
@@ -167,7 +168,7 @@ def test_regularizers_are_folded_into_the_loss(client: TrainingClient, engine: R
         np.testing.assert_allclose(made.loss_fn_inputs["weights"].to_numpy(), expected, rtol=1e-5)
 
 
-@pytest.mark.covers("1.13")
+@pytest.mark.covers("1.13/5")
 def test_fields_are_read_from_each_datum_and_stay_at_home(client: TrainingClient, engine: Recording) -> None:
     data = [datum(1, 2, 3, original_logprobs=[-1.0, -2.0, -3.0]), datum(7, 8, original_logprobs=[-4.0, -5.0])]
     terms = [RegularizerSpec(Consistency(reduction="sum"), 1.0)]
@@ -180,7 +181,7 @@ def test_fields_are_read_from_each_datum_and_stay_at_home(client: TrainingClient
     )
 
 
-@pytest.mark.covers("1.13")
+@pytest.mark.covers("1.13/5", "1.13/6")
 def test_a_loss_says_all_its_numbers_to_whoever_asks_and_trains_all_the_same(
     client: TrainingClient, engine: Recording
 ) -> None:
@@ -197,7 +198,7 @@ def test_a_loss_says_all_its_numbers_to_whoever_asks_and_trains_all_the_same(
     np.testing.assert_allclose(weights, -gradient, rtol=1e-5)
 
 
-@pytest.mark.covers("1.13")
+@pytest.mark.covers("1.13/7")
 def test_a_regularizer_that_fails_changes_nothing(client: TrainingClient, engine: Recording) -> None:
     def broken(data: Any, logprobs: Any) -> Any:
         raise KeyError("mine")

@@ -98,7 +98,24 @@ def base_loss(_: Any, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, A
     return loss, {"perplexity": loss.exp()}
 
 
-@pytest.mark.covers("1.12.9", "1.12.1", "Q-12")
+@pytest.mark.covers(
+    "1.12.1/1",
+    "1.12.9/1",
+    "1.12.9/2",
+    "1.12.9/3",
+    "1.12.9/4",
+    "1.12.9/5",
+    "1.12.9/6",
+    "1.12.9/7",
+    "1.12.9/8",
+    "1.12.9/9",
+    "1.12.9/10",
+    "1.12.9/11",
+    "1.12.9/12",
+    "1.12.9/13",
+    "1.12.9/14",
+    "Q-12",
+)
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_numbers_are_those_of_the_reference_with_true_gradients(parallel: bool, dtype: torch.dtype) -> None:
@@ -153,7 +170,9 @@ EVERY = [
 ]  # fmt: skip
 
 
-@pytest.mark.covers("1.12.8", "Q-12")
+@pytest.mark.covers(
+    "1.12.8/1", "1.12.8/2", "1.12.8/3", "1.12.8/4", "1.12.8/5", "1.12.8/6", "1.12.8/7", "1.12.8/8", "Q-12"
+)
 @pytest.mark.parametrize("x", [X1, X2, X3], ids=["1-D", "2-D", "3-D"])
 @pytest.mark.parametrize("regularizer", EVERY, ids=[f"{one.NAME}-{number}" for number, one in enumerate(EVERY)])
 def test_every_gradient_is_that_of_the_value(regularizer: Any, x: torch.Tensor) -> None:
@@ -170,7 +189,7 @@ def test_the_gradients_that_are_checked_are_not_all_zero() -> None:
 P, Q = X1.exp(), REFERENCE.exp()
 
 
-@pytest.mark.covers("1.12.8")
+@pytest.mark.covers("1.12.8/12")
 @pytest.mark.parametrize(
     ("regularizer", "expected"),
     [
@@ -195,10 +214,12 @@ def test_gradients_have_their_closed_forms(regularizer: Any, expected: torch.Ten
     torch.testing.assert_close(found, expected.double(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.covers("1.12.8/12")
 def test_the_gradient_of_an_l1_norm_at_zero_is_zero() -> None:
     assert gradient(L1(), doubles(0.0, 2.0, -3.0)).tolist() == [0.0, 1.0, -1.0]
 
 
+@pytest.mark.covers("1.12.8/12")
 @pytest.mark.parametrize("regularizer", [Entropy(), KLDivergence(reference_field="other")])
 def test_rows_share_the_gradient_of_a_mean(regularizer: Any) -> None:
     given = data(other=OTHER[2])
@@ -222,7 +243,7 @@ def test_impossible_tokens_leave_no_trace(regularizer: Any) -> None:
 T = doubles(1.0, -2.0, 3.0)
 
 
-@pytest.mark.covers("1.12.8")
+@pytest.mark.covers("1.12.8/1", "1.12.8/2", "1.12.8/3", "1.12.8/9")
 @pytest.mark.parametrize(
     ("regularizer", "name", "expected", "metrics"),
     [
@@ -252,7 +273,7 @@ HALF = doubles([0.5, 0.5], [0.25, 0.75]).log()
 ROWS = [math.log(2), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))]
 
 
-@pytest.mark.covers("1.12.8")
+@pytest.mark.covers("1.12.8/4")
 def test_entropies() -> None:
     assert value(Entropy(), HALF) == pytest.approx(sum(ROWS) / 2)
     assert value(Entropy(reduction="sum"), HALF) == pytest.approx(sum(ROWS))
@@ -274,7 +295,7 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> list[float]:
     return found
 
 
-@pytest.mark.covers("1.12.8")
+@pytest.mark.covers("1.12.8/5")
 def test_divergences() -> None:
     other = doubles([0.9, 0.1], [0.6, 0.4]).log()
     forward, reverse = kl(HALF, other), kl(other, HALF)
@@ -289,6 +310,7 @@ def test_divergences() -> None:
     assert KLDivergence(other, reduction="none").compute([], HALF)[0].tolist() == pytest.approx(forward)
 
 
+@pytest.mark.covers("1.12.8/5")
 def test_a_divergence_is_clipped_and_leaves_out_what_is_unlikely() -> None:
     assert value(KLDivergence(doubles(-500.0)), doubles(0.0)) == 100
     assert value(KLDivergence(doubles(500.0)), doubles(0.0)) == -100
@@ -296,6 +318,7 @@ def test_a_divergence_is_clipped_and_leaves_out_what_is_unlikely() -> None:
     assert value(KLDivergence(doubles(0.0)), doubles(math.log(1e-9))) != 0
 
 
+@pytest.mark.covers("1.12.8/5", "1.12.8/11")
 def test_a_reference_comes_from_the_first_source_that_is_given() -> None:
     given, zeros = data(ref=HALF), torch.zeros(2, 2)
     field: dict[str, Any] = {"reference_field": "ref"}
@@ -310,7 +333,7 @@ def test_a_reference_comes_from_the_first_source_that_is_given() -> None:
         KLDivergence(doubles(1, 2, 3)).compute(given, HALF)
 
 
-@pytest.mark.covers("1.12.8")
+@pytest.mark.covers("1.12.8/6")
 def test_consistencies() -> None:
     x, r = doubles([1, 2], [3, 4]).log(), doubles([2, 2], [1, 5]).log()
     given = data(original_logprobs=r)
@@ -333,7 +356,7 @@ def test_consistencies() -> None:
         Consistency().compute(zero, x)
 
 
-@pytest.mark.covers("1.12.8")
+@pytest.mark.covers("1.12.8/7")
 def test_orthogonality() -> None:
     m = doubles([3.0, 4.0], [4.0, 3.0])  # G = [[25, 24], [24, 25]]; with unit rows [[1, .96], [.96, 1]]
     assert value(Orthogonality(), m) == pytest.approx(2 * 0.96**2)
@@ -348,6 +371,7 @@ def test_orthogonality() -> None:
     assert value(Orthogonality(), torch.zeros(2, 2)) == 0
 
 
+@pytest.mark.covers("1.12.8/10")
 @pytest.mark.parametrize(
     ("axis", "shape", "rows"),
     [
@@ -368,7 +392,7 @@ def test_the_rows_of_orthogonality(axis: str, shape: tuple[int, ...], rows: Any)
     assert value(Orthogonality(normalize=False, axis=axis), x) == pytest.approx(expected)
 
 
-@pytest.mark.covers("1.12.8")
+@pytest.mark.covers("1.12.8/8")
 def test_gradient_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value(GradientPenalty(cube), doubles(1.0, 2.0)) == pytest.approx((math.sqrt(17) - 1) ** 2)
     assert value(GradientPenalty(cube, target_norm=4.0), doubles(1.0, 2.0)) == pytest.approx((math.sqrt(17) - 4) ** 2)
@@ -381,11 +405,13 @@ def test_gradient_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value(between, doubles(2.0, 4.0), given) == pytest.approx(sum(point**4 for point in points))
 
 
+@pytest.mark.covers("1.12.8/8")
 def test_the_point_between_is_random() -> None:
     between, given = GradientPenalty(cube, "interpolated"), data(reference_logprobs=torch.zeros(3))
     assert len({value(between, T, given) for _ in range(5)}) == 5
 
 
+@pytest.mark.covers("1.12.8/9", "1.12.8/11")
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -418,6 +444,7 @@ def test_what_there_is_not_is_refused(make: Any, words: str) -> None:
         make()
 
 
+@pytest.mark.covers("1.12.8/11")
 def test_a_gradient_penalty_needs_its_function() -> None:
     with pytest.raises(KeyError, match="loss_fn"):
         GradientPenalty().compute([], T)
@@ -431,6 +458,7 @@ def test_options_may_be_given_for_one_call() -> None:
 # ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("1.12.8/9")
 def test_fields_of_a_single_tensor_are_the_first_datums_as_tensors_or_tensor_data() -> None:
     first = types.Datum(types.ModelInput.from_ints([1, 2]), {"original_logprobs": [-1.0, -2.0]})
     other = types.Datum(types.ModelInput.from_ints([1, 2]), {"original_logprobs": [9.0, 9.0]})

@@ -336,7 +336,7 @@ def check(case: Case, seen: Seen, name: str) -> None:
         assert seen.headers["x-idempotency-key"]
 
 
-@pytest.mark.covers("C79", "24.rest.1", "24.rest.6", "24.rest.8", "W25")
+@pytest.mark.covers("1.15/5", "C79", "24.rest.1", "24.rest.6", "24.rest.8", "W25")
 @each
 def test_each_method_and_its_twin(faulty: FaultyServer, client: RestClient, admin: AdminClient, case: Case) -> None:
     user: Any = admin if case.admin else client
@@ -455,7 +455,7 @@ REFUSED_ADMIN: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
 numbered = [f"{name}-{n}" for n, (name, *_) in enumerate([*REFUSED, *REFUSED_ADMIN])]
 
 
-@pytest.mark.covers("C80", "C82", "C83", "24.rest.4", "24.rest.5")
+@pytest.mark.covers("1.15/5", "C80", "C82", "C83", "24.rest.4", "24.rest.5")
 @pytest.mark.parametrize(("name", "args", "keywords", "told"), [*REFUSED, *REFUSED_ADMIN], ids=numbered)
 def test_what_makes_no_sense_is_refused_before_anything_is_sent(
     faulty: FaultyServer,
@@ -644,7 +644,7 @@ def test_a_trace_is_waited_for(faulty: FaultyServer, client: RestClient, caplog:
 # ── archives ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("C81", "24.rest.2", "24.rest.3")
+@pytest.mark.covers("1.14.1/1", "1.14.1/2", "C81", "24.rest.2", "24.rest.3")
 def test_an_archive_being_packed_is_asked_for_again(faulty: FaultyServer, client: RestClient) -> None:
     packed = Answer(302, headers={"Location": "https://store/a?sig=%2F", "Expires": "Thu, 01 Jan 2026 00:00:00 GMT"})
     faulty.script(f"{ADDRESS}/archive", Answer(503), Answer(503), packed)
@@ -663,7 +663,7 @@ def test_an_archive_that_is_never_packed_is_an_error(faulty: FaultyServer, clien
     assert caught.value.attempts == len(faulty.seen) == 2
 
 
-@pytest.mark.covers("C81")
+@pytest.mark.covers("1.14.1/3", "C81")
 @pytest.mark.parametrize("answer", [Answer(500), Answer(429), Answer(404), Answer(409)], ids=lambda a: str(a.status))
 def test_nothing_else_about_archives_is_tried_again(faulty: FaultyServer, client: RestClient, answer: Answer) -> None:
     faulty.script(f"{ADDRESS}/archive", answer)

@@ -32,6 +32,7 @@ from tinkex.errors import (
     RateLimitError,
     RequestFailedError,
 )
+from tinkex.limits import DispatchGate
 from tinkex.retries import RetryHandler
 from tinkex.types.sampling import SampledSequence, SampleResponse
 from tinkex.types.sessions import RequestErrorCategory
@@ -43,7 +44,7 @@ QUICK = RetryConfig(retry_delay_base=0.001, retry_delay_max=0.002)
 # ── the configuration ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("C72", "C87")
+@pytest.mark.covers("1.19/1", "C72", "C87")
 def test_the_numbers_of_the_policy_can_be_read() -> None:
     config = RetryConfig()
     assert (config.max_retries, config.retry_delay_base, config.retry_delay_max) == (None, 0.5, 10.0)
@@ -75,14 +76,14 @@ def test_the_limits_of_what_works_are_taken() -> None:
     RetryConfig(jitter_factor=1)
 
 
-@pytest.mark.covers("C86")
+@pytest.mark.covers("1.19/1", "C86")
 def test_waits_double_up_to_the_most() -> None:
     config = RetryConfig(jitter_factor=0)
     assert [config.delay(attempt) for attempt in range(7)] == [0.5, 1, 2, 4, 8, 10, 10]
     assert config.delay(10_000) == 10
 
 
-@pytest.mark.covers("C86", "C72")
+@pytest.mark.covers("1.19/1", "C86", "C72")
 @pytest.mark.parametrize("attempt", [0, 2, 4, 9])
 def test_jitter_stays_within_its_share_and_under_the_most(attempt: int) -> None:
     config = RetryConfig()
@@ -167,7 +168,7 @@ def heard() -> Iterator[list[tuple[str, dict[str, Any], dict[str, Any]]]]:
     events.detach("retries")
 
 
-@pytest.mark.covers("C86")
+@pytest.mark.covers("1.19/1", "1.4.2/6", "C86", "4.1/9")
 async def test_any_function_can_be_tried_again(heard: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     flaky = Flaky(APIConnectionError("one"), TimeoutError("two"))
     handler = RetryHandler(QUICK, "my calls")
@@ -191,7 +192,7 @@ async def test_any_function_can_be_tried_again(heard: list[Any], caplog: pytest.
     assert str(heard[3][2]["error"]) == "two"
 
 
-@pytest.mark.covers("C86")
+@pytest.mark.covers("1.19/1", "C86")
 async def test_the_last_failure_is_raised_as_it_was(heard: list[Any]) -> None:
     failures = [APIConnectionError(str(number)) for number in range(5)]
     flaky = Flaky(*failures)
@@ -210,6 +211,7 @@ async def test_without_retries_a_function_is_called_once(config: RetryConfig) ->
     assert flaky.calls == 1
 
 
+@pytest.mark.covers("1.19/1")
 async def test_mistakes_are_not_repeated() -> None:
     flaky = Flaky(ZeroDivisionError("a mistake"))
     with pytest.raises(ZeroDivisionError):
@@ -267,7 +269,7 @@ async def test_a_place_is_held_through_all_attempts_and_then_given_up() -> None:
 # ── when nothing comes through ───────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("C72", "C86")
+@pytest.mark.covers("1.19/1", "C72", "C86")
 async def test_what_is_stuck_is_given_up_with_an_error_that_says_so() -> None:
     handler = RetryHandler(RetryConfig(progress_timeout=0.1), "sampling from x")
     outcomes = await asyncio.gather(*(handler.execute(pause, 10) for _ in range(3)), return_exceptions=True)
@@ -342,6 +344,29 @@ async def test_failures_are_repeated_for_as_long_as_progress_allows() -> None:
     with pytest.raises(APIConnectionError, match="cut off"):
         await handler.execute(failing)
     assert now[0] == 120
+
+
+@pytest.mark.covers("1.19/4")
+async def test_four_hundred_samples_are_submitted_at_once_and_no_more_than_the_bytes_allow() -> None:
+    gate, inside, release = DispatchGate(5 * 1024 * 1024), list[int](), asyncio.Event()
+
+    async def submit(size: int) -> None:
+        async with gate.passed(size):
+            inside.append(size)
+            await release.wait()
+
+    many = [asyncio.create_task(submit(10)) for _ in range(450)]
+    await asyncio.sleep(0.05)
+    assert len(inside) == 400
+    release.set()
+    await asyncio.gather(*many)
+    release.clear()
+    inside.clear()
+    large = [asyncio.create_task(submit(3 * 1024 * 1024)) for _ in range(3)]  # the second overdraws, the third waits
+    await asyncio.sleep(0.05)
+    assert len(inside) == 2
+    release.set()
+    await asyncio.gather(*large)
 
 
 # ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -110,7 +110,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
         yield make
 
 
-@pytest.mark.covers("C76", "D07", "Q-24")
+@pytest.mark.covers("C76", "D07", "Q-24", "4.1/1")
 def test_each_token_comes_before_the_next_is_drawn(start: Callable[..., SamplingClient]) -> None:
     gate = Gate()
     sampler = start(gate.engine)
@@ -131,6 +131,7 @@ def test_a_stream_longer_than_the_timeout_is_no_silence(start: Callable[..., Sam
     assert len(chunks) == 9
 
 
+@pytest.mark.covers("4.1/1")
 @pytest.mark.parametrize("how", ["close", "with", "async with"])
 def test_hanging_up_frees_the_engine(start: Callable[..., SamplingClient], how: str) -> None:
     engine = FakeEngine(step_delay=0.005)
@@ -314,7 +315,7 @@ def test_a_bad_status_is_an_error(
     assert len(faulty.requests("stream_sample")) == 1
 
 
-@pytest.mark.covers("Q-24")
+@pytest.mark.covers("Q-24", "4.1/1")
 @pytest.mark.parametrize(
     "event",
     [

@@ -347,7 +347,7 @@ def test_observers_of_log_probabilities_are_told(
     assert told == ["paused_capacity"]
 
 
-@pytest.mark.covers("C66")
+@pytest.mark.covers("C66", "4.1/12")
 def test_a_closed_client_says_so(open_service: Callable[..., ServiceClient]) -> None:
     service = open_service()
     sampler = service.create_sampling_client(base_model="m")

@@ -413,7 +413,7 @@ def test_async_creators_do_not_block_the_callers_loop(faulty: FaultyServer, serv
     assert max(gaps) < late * 0.8
 
 
-@pytest.mark.covers("C40")
+@pytest.mark.covers("C40", "4.1/11")
 def test_every_creator_has_an_async_twin_that_takes_the_same() -> None:
     names = [name for name in dir(ServiceClient) if name.startswith(("create_", "get_server")) and "_async" not in name]
     waited_for = {"create_rest_client", "create_custom_loss"}  # one waits for nothing, one gives a future

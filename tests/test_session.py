@@ -223,7 +223,7 @@ def test_a_heartbeat_has_ten_seconds_and_one_attempt_whatever_is_configured(
     assert all(b.when - a.when >= 0.19 for a, b in itertools.pairwise(seen))
 
 
-@pytest.mark.covers("C30", "24.session.3")
+@pytest.mark.covers("C30", "24.session.3", "4.2/2")
 @pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize(
     "failure",
@@ -272,7 +272,7 @@ def test_heartbeats_go_on_through_errors_that_nobody_thought_of(
         wait_until(lambda: len(beats(faulty)) >= 2)
 
 
-@pytest.mark.covers("C30", "24.session.2")
+@pytest.mark.covers("C30", "24.session.2", "4.2/2")
 @pytest.mark.usefixtures("lively")
 def test_heartbeats_that_fail_for_long_are_told_with_session_and_reason(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -63,7 +63,7 @@ def test_events_are_those_of_a_plain_reader(stream: bytes) -> None:
     assert decoded(stream) == reference(stream)
 
 
-@pytest.mark.covers("C24", "Q-25")
+@pytest.mark.covers("C24", "Q-25", "4.1/2")
 @given(streams, st.data())
 def test_cuts_change_nothing(stream: bytes, data: st.DataObject) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
@@ -105,7 +105,7 @@ def test_all_fields_of_an_event() -> None:
     assert decoded(stream) == [ServerSentEvent("token", "one\n\ntwo", "7", 1500), ServerSentEvent(data="next")]
 
 
-@pytest.mark.covers("C24", "D17")
+@pytest.mark.covers("C24", "D17", "4.1/2")
 @pytest.mark.parametrize(
     ("line", "data"),
     [(b"data:a", "a"), (b"data: a", "a"), (b"data:  a ", " a "), (b"data:\ta", "\ta"), (b"data: a: b", "a: b")],
@@ -114,7 +114,7 @@ def test_one_blank_is_stripped_and_no_more(line: bytes, data: str) -> None:
     assert decoded(line + b"\n\n") == [ServerSentEvent(data=data)]
 
 
-@pytest.mark.covers("C24", "D17")
+@pytest.mark.covers("C24", "D17", "4.1/2")
 @pytest.mark.parametrize("block", [b": ping", b":", b"event: done", b"id: 4", b"other: x", b"", b"\n\n\n"])
 def test_a_block_without_data_is_no_event_and_leaves_nothing_behind(block: bytes) -> None:
     assert decoded(block + b"\n\ndata: a\n\n") == [ServerSentEvent(data="a")]

@@ -145,7 +145,7 @@ REQUEST = TelemetrySendRequest(events=[], platform="p", sdk_version="1", session
 CALL = {"method": "POST", "path": "/api/v1/asample", "pool_type": "sample", "base_url": "https://example.com"}
 
 
-@pytest.mark.covers("1.4.3", "C26")
+@pytest.mark.covers("1.4.3/1", "1.4.3/2", "C26")
 def test_the_logger_writes_a_line_per_event(caplog: pytest.LogCaptureFixture) -> None:
     handler = telemetry.attach_logger()
     caplog.set_level(logging.DEBUG, "tinkex")
@@ -165,7 +165,7 @@ def test_the_logger_writes_a_line_per_event(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-@pytest.mark.covers("1.4.3")
+@pytest.mark.covers("1.4.3/2")
 def test_the_logger_takes_other_events_a_level_and_an_id(caplog: pytest.LogCaptureFixture) -> None:
     handler = telemetry.attach_logger("mine", [events.FUTURE_TIMEOUT], level="debug")
     other = telemetry.attach_logger(level=logging.WARNING)
@@ -191,7 +191,7 @@ def config(base_url: str = HOSTED_URL) -> Config:
     return Config.resolve(base_url=base_url, api_key="tml-topsecret")
 
 
-@pytest.mark.covers("1.4.4", "1.9")
+@pytest.mark.covers("1.4.4/2", "1.9/2", "1.9/6")
 @pytest.mark.parametrize(
     ("value", "on"),
     [
@@ -208,7 +208,7 @@ def test_the_environment_switches_telemetry(value: str | None, on: bool, monkeyp
     assert telemetry.is_enabled(undecided, explicit=not on) is not on
 
 
-@pytest.mark.covers("1.4.4")
+@pytest.mark.covers("1.4.4/2")
 def test_the_configuration_decides_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass
     class Settings:
@@ -233,7 +233,7 @@ def test_telemetry_goes_by_itself_to_the_hosted_service_only(monkeypatch: pytest
     assert not telemetry.goes_by_itself(config())
 
 
-@pytest.mark.covers("1.4.4")
+@pytest.mark.covers("1.4.4/1", "1.4.4/3", "1.5.1/1", "1.5.1/13", "1.5.1/14")
 def test_init_makes_a_reporter_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     post = Post()
     with pytest.raises(ConfigurationError, match="missing required option: session_id"):
@@ -259,7 +259,7 @@ def test_init_makes_a_reporter_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tml-topsecret" not in str(post.requests)
 
 
-@pytest.mark.covers("1.4.5", "C28")
+@pytest.mark.covers("1.4.5/1", "1.4.5/2", "C28")
 def test_sending_in_the_background_returns_at_once_and_only_logs(
     faulty: FaultyServer, transport: Transport, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,7 +279,7 @@ def test_sending_in_the_background_returns_at_once_and_only_logs(
     assert caplog.records[-1].getMessage() == "sending telemetry crashed: ZeroDivisionError: oh"
 
 
-@pytest.mark.covers("1.4.5", "C28")
+@pytest.mark.covers("1.4.5/3", "C28")
 def test_sending_and_waiting_gives_the_answer_or_the_error(faulty: FaultyServer, transport: Transport) -> None:
     send = telemetry.sender(transport)
     assert telemetry.send_sync(send, REQUEST) == TelemetryResponse(status="accepted")
@@ -296,7 +296,19 @@ def test_sending_and_waiting_gives_the_answer_or_the_error(faulty: FaultyServer,
 # ── the reporter: options, calls, queue ──────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.5.1")
+@pytest.mark.covers(
+    "1.5.1/2",
+    "1.5.1/3",
+    "1.5.1/4",
+    "1.5.1/5",
+    "1.5.1/6",
+    "1.5.1/7",
+    "1.5.1/8",
+    "1.5.1/9",
+    "1.5.1/10",
+    "1.5.1/11",
+    "1.5.1/12",
+)
 def test_the_options_have_their_defaults() -> None:
     defaults = {
         name: parameter.default
@@ -325,7 +337,9 @@ def test_the_options_have_their_defaults() -> None:
             Reporter(Post(), "s", **options)
 
 
-@pytest.mark.covers("1.5.2", "1.5.3", "1.5.5")
+@pytest.mark.covers(
+    "1.5.2/1", "1.5.2/2", "1.5.2/6", "1.5.3/1", "1.5.5/1", "1.5.5/2", "1.5.5/3", "1.5.5/4", "1.5.5/5", "1.5.5/6"
+)
 def test_a_session_from_its_start_to_its_end_on_the_wire(
     faulty: FaultyServer, transport: Transport, make: Make
 ) -> None:
@@ -366,7 +380,7 @@ def test_a_session_from_its_start_to_its_end_on_the_wire(
     assert b"tml-" not in b"".join(seen.body for seen in faulty.requests("telemetry"))
 
 
-@pytest.mark.covers("1.5.2")
+@pytest.mark.covers("1.5.2/1", "1.5.2/2", "1.5.2/3", "1.5.2/4", "1.5.2/5", "1.5.2/6", "1.5.2/7")
 def test_calls_on_no_reporter_or_a_dead_one_return_false(make: Make) -> None:
     post = Post()
     dead = make(post)
@@ -389,7 +403,7 @@ def test_calls_on_no_reporter_or_a_dead_one_return_false(make: Make) -> None:
     assert telemetry.stop(live)
 
 
-@pytest.mark.covers("1.5.2", "1.5.5")
+@pytest.mark.covers("1.5.2/1", "1.5.5/7")
 def test_severities_are_taken_in_any_case_and_unknown_ones_are_info(make: Make) -> None:
     post = Post()
     reporter = make(post)
@@ -401,7 +415,7 @@ def test_severities_are_taken_in_any_case_and_unknown_ones_are_info(make: Make) 
     assert [told[name] for name in given] == ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "INFO"]
 
 
-@pytest.mark.covers("1.5.3")
+@pytest.mark.covers("1.5.1/11", "1.5.2/1", "1.5.3/1", "1.5.3/2")
 def test_a_full_queue_drops_events_with_a_warning_and_numbers_go_on(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -418,7 +432,7 @@ def test_a_full_queue_drops_events_with_a_warning_and_numbers_go_on(
     assert [event["event_session_index"] for event in post.events] == [0, 1, 2, 6, 7]
 
 
-@pytest.mark.covers("1.5.3")
+@pytest.mark.covers("1.5.1/6", "1.5.3/3")
 def test_enough_events_are_sent_without_being_asked_for(make: Make) -> None:
     post = Post()
     reporter = make(post, flush_threshold=5)
@@ -431,7 +445,7 @@ def test_enough_events_are_sent_without_being_asked_for(make: Make) -> None:
     assert post.names == ["SESSION_START", "0", "1", "2", "3"]
 
 
-@pytest.mark.covers("1.5.3", "Q-6")
+@pytest.mark.covers("1.5.1/5", "1.5.3/3", "Q-6")
 def test_one_timer_flushes_however_often_the_threshold_does(make: Make) -> None:
     post = Post()
     reporter = make(post, flush_threshold=1, flush_interval=0.25)
@@ -453,7 +467,7 @@ def test_one_timer_flushes_however_often_the_threshold_does(make: Make) -> None:
     until(lambda: post.names[-1] == "again")  # the timer is armed again after it has rung
 
 
-@pytest.mark.covers("1.5.3")
+@pytest.mark.covers("1.5.1/12", "1.5.3/4")
 def test_batches_are_in_order_and_no_larger_than_allowed(make: Make) -> None:
     post = Post()
     reporter = make(post, flush_threshold=1000, max_batch_size=100)
@@ -464,7 +478,7 @@ def test_batches_are_in_order_and_no_larger_than_allowed(make: Make) -> None:
     assert post.names == ["SESSION_START", *map(str, range(250))]
 
 
-@pytest.mark.covers("1.5.3")
+@pytest.mark.covers("1.5.3/4")
 def test_batches_are_sent_one_after_another(make: Make) -> None:
     under_way: list[int] = []
     most: list[int] = []
@@ -483,7 +497,7 @@ def test_batches_are_sent_one_after_another(make: Make) -> None:
     assert len(most) >= 10
 
 
-@pytest.mark.covers("1.5.2", "1.5.3")
+@pytest.mark.covers("1.5.1/7", "1.5.2/4", "1.5.2/5", "1.5.3/4")
 def test_waiting_until_drained_has_a_limit(make: Make) -> None:
     post = Post(delay=0.4)
     reporter = make(post)
@@ -499,7 +513,7 @@ def test_waiting_until_drained_has_a_limit(make: Make) -> None:
     assert time.monotonic() - began < 2
 
 
-@pytest.mark.covers("1.5.3", "Q-7")
+@pytest.mark.covers("1.5.2/2", "Q-7")
 def test_an_exception_is_sent_soon(make: Make) -> None:
     post = Post()
     reporter = make(post)
@@ -510,7 +524,7 @@ def test_an_exception_is_sent_soon(make: Make) -> None:
     assert reporter.is_alive
 
 
-@pytest.mark.covers("1.5.2", "W08")
+@pytest.mark.covers("1.5.2/3", "W08")
 def test_a_fatal_exception_ends_the_session_once_and_waits_for_nothing(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -527,7 +541,7 @@ def test_a_fatal_exception_ends_the_session_once_and_waits_for_nothing(
     assert len(post.of("UNHANDLED_EXCEPTION")) == 2
 
 
-@pytest.mark.covers("1.5.2")
+@pytest.mark.covers("1.5.2/6")
 def test_stopping_detaches_and_reports_the_end_once(make: Make) -> None:
     post = Post()
     reporter = make(post)
@@ -543,7 +557,7 @@ def test_stopping_detaches_and_reports_the_end_once(make: Make) -> None:
     assert post.names == ["SESSION_START", "SESSION_END"]
 
 
-@pytest.mark.covers("1.5.2")
+@pytest.mark.covers("1.5.2/4", "1.5.2/5", "1.5.2/6")
 def test_calls_from_the_loop_itself_never_wait(make: Make) -> None:
     post = Post(delay=1)
     reporter = make(post)
@@ -562,7 +576,7 @@ def test_calls_from_the_loop_itself_never_wait(make: Make) -> None:
 # ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.5.4")
+@pytest.mark.covers("1.5.4/2")
 def test_delays_double_and_are_spread_by_up_to_a_tenth() -> None:
     for attempt, least in enumerate((1.0, 2.0, 4.0)):
         drawn = [telemetry.retry_delay(attempt) for _ in range(200)]
@@ -571,7 +585,7 @@ def test_delays_double_and_are_spread_by_up_to_a_tenth() -> None:
         assert all(round(delay, 3) == delay for delay in drawn)
 
 
-@pytest.mark.covers("1.5.4", "Q-8")
+@pytest.mark.covers("1.5.1/10", "1.5.4/1", "1.5.4/2", "1.5.4/3", "Q-8")
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_batch_is_sent_again_until_it_arrives(make: Make, sync: bool, caplog: pytest.LogCaptureFixture) -> None:
     post = Post(failures=3)
@@ -589,7 +603,7 @@ def test_a_batch_is_sent_again_until_it_arrives(make: Make, sync: bool, caplog: 
     assert all("again in 0.0" in line and "tml-" not in line for line in lines)
 
 
-@pytest.mark.covers("1.5.3", "1.5.4")
+@pytest.mark.covers("1.5.1/9", "1.5.3/5", "1.5.4/1", "1.5.4/3")
 def test_a_batch_that_fails_for_good_is_lost_and_the_next_one_is_sent(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -605,7 +619,7 @@ def test_a_batch_that_fails_for_good_is_lost_and_the_next_one_is_sent(
     assert post.names == ["kept"]
 
 
-@pytest.mark.covers("1.5.4")
+@pytest.mark.covers("1.5.4/4")
 @pytest.mark.parametrize("answer", [Answer(422), Answer(500), Answer(drop=True), Answer(body={"status": "no"})])
 def test_any_failure_is_tried_again(answer: Answer, faulty: FaultyServer, transport: Transport, make: Make) -> None:
     faulty.script("telemetry", answer, answer, ACCEPTED)
@@ -614,7 +628,7 @@ def test_any_failure_is_tried_again(answer: Answer, faulty: FaultyServer, transp
     assert len(faulty.requests("telemetry")) == 3
 
 
-@pytest.mark.covers("1.5.1")
+@pytest.mark.covers("1.5.1/8", "1.5.1/9")
 def test_an_attempt_that_takes_too_long_is_a_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     reporter = make(Post(delay=5), http_timeout=0.05, max_retries=1)
     assert reporter.flush(sync=True)
@@ -624,7 +638,7 @@ def test_an_attempt_that_takes_too_long_is_a_failure(make: Make, caplog: pytest.
 # ── what the bus says ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.5.3", "C63", "W03")
+@pytest.mark.covers("1.5.3/6", "C63", "W03")
 def test_events_of_its_own_session_are_reported_without_headers(make: Make) -> None:
     post = Post()
     reporter = make(post, "mine")
@@ -660,7 +674,7 @@ def test_events_of_its_own_session_are_reported_without_headers(make: Make) -> N
     assert told[1]["event_data"] == {"measurements": {}, "metadata": {"queue_state": "active", "request_id": "r"}}
 
 
-@pytest.mark.covers("1.5.1")
+@pytest.mark.covers("1.5.1/2", "1.5.1/3", "1.5.1/4")
 def test_what_is_heard_can_be_chosen(make: Make) -> None:
     post = Post()
     deaf = make(post, attach_events=False)
@@ -708,7 +722,7 @@ class Unprintable:
         raise RuntimeError
 
 
-@pytest.mark.covers("1.5.5", "Q-9")
+@pytest.mark.covers("1.5.5/8", "Q-9")
 @pytest.mark.parametrize(
     ("given", "written"),
     [
@@ -799,7 +813,7 @@ def test_heavy_batches_are_split(make: Make) -> None:
     assert len(post.events) == 61
 
 
-@pytest.mark.covers("1.5.5")
+@pytest.mark.covers("1.5.5/4")
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
@@ -847,7 +861,7 @@ class Hostile(Exception):
 USER = Foreign("inner", status_code=404)
 
 
-@pytest.mark.covers("1.5.6")
+@pytest.mark.covers("1.5.6/1", "1.5.6/2", "1.5.6/3", "1.5.6/4")
 @pytest.mark.parametrize(
     ("error", "culprit"),
     [
@@ -900,7 +914,7 @@ def test_the_users_mistakes_are_told_apart(error: BaseException, culprit: object
         assert (event["event"], event["severity"]) == ("UNHANDLED_EXCEPTION", "CRITICAL")
 
 
-@pytest.mark.covers("1.5.6")
+@pytest.mark.covers("1.5.6/1")
 def test_the_first_hit_depth_first_is_the_culprit() -> None:
     deep, shallow = Foreign("deep", status=404), Foreign("shallow", status=404)
     error = Foreign(cause=Foreign("middle", reason=deep), reason=shallow)
@@ -910,7 +924,7 @@ def test_the_first_hit_depth_first_is_the_culprit() -> None:
     assert telemetry.user_error(ring) is None
 
 
-@pytest.mark.covers("1.5.6")
+@pytest.mark.covers("1.5.6/2")
 def test_what_is_told_of_a_users_mistake(make: Make) -> None:
     post = Post()
     reporter = make(post)
@@ -932,7 +946,7 @@ def test_what_is_told_of_a_users_mistake(make: Make) -> None:
     assert third["error_type"].endswith("test_telemetry.Foreign")
 
 
-@pytest.mark.covers("1.5.6")
+@pytest.mark.covers("1.5.5/6", "1.5.6/3")
 def test_an_unhandled_exception_has_its_own_trace(make: Make) -> None:
     post = Post()
     reporter = make(post)
@@ -949,7 +963,7 @@ def test_an_unhandled_exception_has_its_own_trace(make: Make) -> None:
 # ── types ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.5.7", "C90")
+@pytest.mark.covers("1.5.7/1", "1.5.7/2", "1.5.7/3", "1.5.7/4", "1.5.7/5", "C90")
 def test_events_and_batches_as_types() -> None:
     assert literal_values(EventType) == ("SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT")
     assert literal_values(Severity) == ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -988,7 +1002,7 @@ def test_events_and_batches_as_types() -> None:
 # ── capturing ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.6")
+@pytest.mark.covers("1.6/1", "1.6/2")
 def test_a_block_passes_its_exception_on_and_reports_it(make: Make) -> None:
     post = Post()
     reporter = make(post)
@@ -1007,7 +1021,7 @@ def test_a_block_passes_its_exception_on_and_reports_it(make: Make) -> None:
     assert telemetry.with_telemetry is capture_exceptions
 
 
-@pytest.mark.covers("1.6")
+@pytest.mark.covers("1.6/1")
 def test_a_fatal_exception_ends_the_session(make: Make) -> None:
     post = Post()
     reporter = make(post)
@@ -1017,7 +1031,7 @@ def test_a_fatal_exception_ends_the_session(make: Make) -> None:
     assert len(post.of("UNHANDLED_EXCEPTION")) == 1
 
 
-@pytest.mark.covers("1.6")
+@pytest.mark.covers("1.6/1")
 def test_functions_and_coroutine_functions_are_captured(make: Make) -> None:
     post = Post()
     reporter = make(post)
@@ -1044,7 +1058,7 @@ def test_functions_and_coroutine_functions_are_captured(make: Make) -> None:
     assert len(post.of("UNHANDLED_EXCEPTION")) == 2
 
 
-@pytest.mark.covers("1.6")
+@pytest.mark.covers("1.6/3")
 def test_tasks_are_captured(make: Make) -> None:
     post = Post()
     reporter = make(post)
@@ -1072,7 +1086,7 @@ def test_tasks_are_captured(make: Make) -> None:
     assert len(post.of("SESSION_END")) == 1
 
 
-@pytest.mark.covers("1.6")
+@pytest.mark.covers("1.6/4")
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -1097,7 +1111,7 @@ def test_ends_are_reported_and_cancellation_is_not(error: BaseException, told: b
     assert len(post.of("UNHANDLED_EXCEPTION")) == told
 
 
-@pytest.mark.covers("1.6")
+@pytest.mark.covers("1.6/1")
 def test_an_exception_that_passes_through_several_is_reported_once(make: Make) -> None:
     post = Post()
     reporter, other = make(post), make(post, "other")
@@ -1112,7 +1126,7 @@ def test_an_exception_that_passes_through_several_is_reported_once(make: Make) -
     ]
 
 
-@pytest.mark.covers("1.7")
+@pytest.mark.covers("1.7/1")
 def test_providers_have_no_reporter_unless_they_say_so(make: Make) -> None:
     post = Post()
     reporter = make(post)

@@ -60,6 +60,7 @@ def kinds(server: FaultyServer) -> list[str]:
     return [event["event"] for event in told(server)]
 
 
+@pytest.mark.covers("1.4.4/4", "1.7/2")
 def test_a_session_tells_its_beginning_and_its_end(hosted: FaultyServer) -> None:
     with ServiceClient(api_key=KEY) as service:
         assert service.get_telemetry() is None  # there is no session yet
@@ -78,7 +79,7 @@ def test_a_session_tells_its_beginning_and_its_end(hosted: FaultyServer) -> None
     assert not reporter.is_alive
 
 
-@pytest.mark.covers("W03")
+@pytest.mark.covers("1.6/5", "W03")
 def test_a_failed_call_is_told_once_and_without_the_key(hosted: FaultyServer) -> None:
     with ServiceClient(api_key=KEY) as service:
         client = service.create_lora_training_client("m")
@@ -101,6 +102,40 @@ def test_a_failed_call_is_told_once_and_without_the_key(hosted: FaultyServer) ->
     for seen in hosted.seen:
         assert KEY.encode() not in seen.body
     assert {seen.headers["x-api-key"] for seen in hosted.requests("telemetry")} == {KEY}
+
+
+DATA = [tinkex.types.Datum(PROMPT, {"target_tokens": [2, 3, 4]})]
+PATH = "tinker://run/weights/x"
+ENTRIES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "get_server_capabilities": lambda service, training, sampler: service.get_server_capabilities(),
+    "create_model": lambda service, training, sampler: service.create_lora_training_client("m"),
+    "create_sampling_session": lambda service, training, sampler: service.create_sampling_client(base_model="m"),
+    "weights_info": lambda service, training, sampler: service.create_training_client_from_state(PATH),
+    "forward_backward": lambda service, training, sampler: training.forward_backward(DATA, "cross_entropy").result(10),
+    "optim_step": lambda service, training, sampler: training.optim_step(STEP).result(10),
+    "save_weights": lambda service, training, sampler: training.save_state("x").result(10),
+    "save_weights_for_sampler": lambda service, training, sampler: training.save_weights_for_sampler("x").result(10),
+    "get_info": lambda service, training, sampler: training.get_info(),
+    "asample": lambda service, training, sampler: sampler.sample(PROMPT, 1, PARAMS).result(10),
+}
+
+
+@pytest.mark.covers("1.6/5")
+def test_what_fails_in_any_call_of_the_clients_is_told_once_and_the_session_lives_on(hosted: FaultyServer) -> None:
+    hosted.script("create_session", Answer(body={"session_id": "s"}))
+    with ServiceClient(api_key=KEY) as service:
+        training, sampler = service.create_lora_training_client("m"), service.create_sampling_client(base_model="m")
+        for entry, call in ENTRIES.items():
+            hosted.script(entry, Answer(422, {"detail": f"no {entry} today"}))
+            with pytest.raises(tinkex.UnprocessableEntityError, match=f"no {entry} today"):
+                call(service, training, sampler)
+        reporter = service.get_telemetry()
+        assert reporter is not None
+        assert reporter.flush(sync=True)
+        messages = [event["event_data"]["message"] for event in told(hosted) if event.get("event_name") == "user_error"]
+        counts = {entry: sum(f": no {entry} today" in message for message in messages) for entry in ENTRIES}
+        assert counts == dict.fromkeys(ENTRIES, 1)
+        assert "SESSION_END" not in kinds(hosted)
 
 
 STUCK = {
@@ -147,6 +182,7 @@ def test_a_long_session_keeps_its_connections_while_telemetry_fails(hosted: Faul
     wait_until(lambda: "SESSION_END" in kinds(hosted))
 
 
+@pytest.mark.covers("1.4.4/4")
 def test_telemetry_that_is_switched_off_sends_nothing(hosted: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with ServiceClient(api_key=KEY) as service:
@@ -183,7 +219,7 @@ def test_a_dropped_client_says_the_end_too(hosted: FaultyServer) -> None:
     wait_until(lambda: hosted.open_connections == 0)
 
 
-@pytest.mark.covers("D10")
+@pytest.mark.covers("1.4.4/4", "D10")
 def test_children_that_are_closed_or_dropped_leave_the_reporter_alone(hosted: FaultyServer) -> None:
     with ServiceClient(api_key=KEY) as service:
         client, sampler = service.create_lora_training_client("m"), service.create_sampling_client(base_model="m")

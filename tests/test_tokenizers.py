@@ -303,7 +303,7 @@ def info(tokenizer_id: Any) -> Any:
     return SimpleNamespace(model_data=SimpleNamespace(tokenizer_id=tokenizer_id))
 
 
-@pytest.mark.covers("1.1.2")
+@pytest.mark.covers("1.1.1/1", "1.1.2/1", "1.1.2/2", "1.1.2/3", "1.1.2/4", "1.1.2/5", "1.1.2/6")
 @pytest.mark.parametrize(
     ("name", "told", "expected"),
     [
@@ -335,7 +335,7 @@ def test_the_tokenizers_id_is_resolved_in_a_fixed_order(name: Any, told: Any, ex
     assert tokenizers.get_tokenizer_id(name, client, info_fun=say) == expected
 
 
-@pytest.mark.covers("1.1.2")
+@pytest.mark.covers("1.1.2/1")
 def test_a_training_client_is_asked_by_its_own_method_and_a_directory_is_itself(tmp_path: Path) -> None:
     client = SimpleNamespace(get_info=lambda: info("asked/it"))
     assert tokenizers.get_tokenizer_id("gpt2", client) == "asked/it"
@@ -343,7 +343,7 @@ def test_a_training_client_is_asked_by_its_own_method_and_a_directory_is_itself(
     assert tokenizers.get_tokenizer_id(str(tmp_path)) == str(tmp_path)
 
 
-@pytest.mark.covers("1.1.3")
+@pytest.mark.covers("1.1.1/2", "1.1.3/1")
 def test_a_tokenizer_is_loaded_once_and_the_first_of_two_stays() -> None:
     loads: list[tuple[str, Any]] = []
     together = threading.Barrier(2, timeout=10)
@@ -361,7 +361,7 @@ def test_a_tokenizer_is_loaded_once_and_the_first_of_two_stays() -> None:
     assert len(loads) == 2
 
 
-@pytest.mark.covers("1.1.3")
+@pytest.mark.covers("1.1.3/2")
 def test_a_failure_to_load_names_the_tokenizer_and_is_not_kept() -> None:
     attempts = iter([KeyError("first"), "no tokenizer", tinkex.ConfigurationError("passes through"), Letters()])
 
@@ -383,7 +383,7 @@ def test_a_failure_to_load_names_the_tokenizer_and_is_not_kept() -> None:
             tokenizers.get_or_load_tokenizer("z", load_fun=wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.covers("1.1.3", "1.1.4")
+@pytest.mark.covers("1.1.3/4", "1.1.4/1", "1.1.4/2")
 def test_only_kimis_revision_is_pinned() -> None:
     seen: dict[str, Any] = {}
 
@@ -398,7 +398,7 @@ def test_only_kimis_revision_is_pinned() -> None:
     assert seen["gpt2"] == {"revision": "abc"}
 
 
-@pytest.mark.covers("1.1.1")
+@pytest.mark.covers("1.1.1/3", "1.1.1/4", "1.1.1/5")
 def test_text_is_encoded_and_decoded_by_a_models_name(model_dir: Path) -> None:
     name = str(model_dir)
     for backend in BACKENDS:
@@ -410,11 +410,34 @@ def test_text_is_encoded_and_decoded_by_a_models_name(model_dir: Path) -> None:
     assert not tokenizers.kimi_tokenizer("moonshotai/Kimi-K2-Thinking-x")
 
 
+@pytest.mark.covers("1.1.1/7")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_text_gets_the_special_tokens_of_its_tokenizer_and_no_template(
+    model_dir: Path, tmp_path: Path, backend: str
+) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((model_dir / file).read_bytes())
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    rules["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [begin, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for message in messages %}CHAT{{ message.content }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    plain = load_tokenizer(str(model_dir)).encode("hello cat")
+    assert tokenizers.encode("hello cat", str(tmp_path), backend=backend) == [0, *plain]
+
+
 LOOSE: Any = tokenizers
 """The module without its types: what is refused here is what they forbid."""
 
 
-@pytest.mark.covers("1.1.5")
+@pytest.mark.covers("1.1.1/6", "1.1.5/1", "1.1.5/2", "1.1.5/3", "1.1.5/4", "1.1.5/5", "1.1.5/6")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -440,7 +463,7 @@ def test_bad_input_is_refused_with_its_reason(call: Any, message: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.covers("1.1.6")
+@pytest.mark.covers("1.1.6/1", "1.1.6/2", "1.1.6/3")
 def test_a_model_input_is_made_of_text() -> None:
     load: dict[str, Any] = {"load_fun": lambda tokenizer_id, options: Letters()}
     makers: list[Any] = [types.ModelInput.from_text, types.ModelInput.from_text_or_raise]
@@ -460,7 +483,7 @@ def says(info: Any) -> Callable[[Any], Any]:
     return lambda client: info
 
 
-@pytest.mark.covers("1.3")
+@pytest.mark.covers("1.3/1", "1.3/2")
 def test_clients_help_with_tokenizers(server_url: str) -> None:
     seen: list[str] = []
 
@@ -540,7 +563,7 @@ def kimi_files(directory: Path, added: dict[str, Any]) -> dict[str, Any]:
 BOS = {"6": {"content": "<|bos|>"}, "7": {"content": "<|bos|>>"}}
 
 
-@pytest.mark.covers("1.1.4")
+@pytest.mark.covers("1.1.4/4", "1.1.4/5", "1.1.4/6", "1.1.4/8", "1.1.4/11")
 def test_kimis_tokenizer_is_made_of_ranks_and_special_tokens(tmp_path: Path, tiktoken: None) -> None:
     files = kimi_files(tmp_path, {"6": {"content": "<|bos|>"}})
     name = tokenizers.KIMI
@@ -557,7 +580,7 @@ def test_kimis_tokenizer_is_made_of_ranks_and_special_tokens(tmp_path: Path, tik
         tokenizers.decode([262], name, **files)
 
 
-@pytest.mark.covers("1.1.4")
+@pytest.mark.covers("1.1.4/6", "1.1.4/7", "1.1.4/8")
 def test_special_tokens_can_be_taken_as_text_or_the_longest_first(tmp_path: Path, tiktoken: None) -> None:
     ranks = {bytes([byte]): byte for byte in range(256)}
     special = {"<a>": 256, "<a>b": 257}
@@ -570,7 +593,7 @@ def test_special_tokens_can_be_taken_as_text_or_the_longest_first(tmp_path: Path
         KimiTokenizer(ranks, special, matching="shortest")  # type: ignore[arg-type]
 
 
-@pytest.mark.covers("1.1.4")
+@pytest.mark.covers("1.1.4/10")
 def test_text_is_split_as_kimi_splits_it() -> None:
     regex = importlib.import_module("regex")  # comes with transformers, and knows the same classes of characters
     pattern = regex.compile(PATTERN, regex.VERSION1)
@@ -587,7 +610,7 @@ def test_text_is_split_as_kimi_splits_it() -> None:
         assert pattern.findall(text) == expected, text
 
 
-@pytest.mark.covers("1.1.4")
+@pytest.mark.covers("1.1.4/4")
 def test_files_without_ranks_and_a_missing_library_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = kimi_files(tmp_path, BOS)
     monkeypatch.setitem(sys.modules, "tiktoken", None)
@@ -598,7 +621,7 @@ def test_files_without_ranks_and_a_missing_library_are_told(tmp_path: Path, monk
         tokenizers.encode("x", tokenizers.KIMI, **files)
 
 
-@pytest.mark.covers("1.1.4")
+@pytest.mark.covers("1.1.4/2", "1.1.4/3")
 def test_kimis_files_are_fetched_at_the_pinned_revision(
     tmp_path: Path, tiktoken: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def test_calls_are_executed_in_the_order_they_were_made(client: TrainingClient, 
     assert numbers == list(range(1, 12))
 
 
+@pytest.mark.covers("4.1/13")
 def test_calls_return_before_anything_is_done(client: TrainingClient, log: Log) -> None:
     log.gate.clear()
     began = time.monotonic()

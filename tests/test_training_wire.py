@@ -159,7 +159,7 @@ def test_the_numbers_of_a_whole_run(faulty: FaultyServer, server: Server, servic
     assert [faulty.requests(path)[0].json["seq_id"] for path in ("optim_step", "save_weights")] == [3, 4]
 
 
-@pytest.mark.covers("C43", "C64", "24.training.1")
+@pytest.mark.covers("C43", "C64", "24.training.1", "1.19/7")
 def test_1025_examples_are_two_requests_whose_results_are_joined(faulty: FaultyServer, client: TrainingClient) -> None:
     joined = client.forward_backward(examples(1025), "cross_entropy").result(10)
     assert {request.seq_id: len(_data(request)) for request in passes(faulty)} == {1: 1024, 2: 1}
@@ -174,7 +174,7 @@ def image(size: int, **fields: Any) -> types.Datum:
     return types.Datum(types.ModelInput(chunks=[chunk]), {"target_tokens": [1]})
 
 
-@pytest.mark.covers("C43", "C78", "24.training.11", "D01")
+@pytest.mark.covers("C43", "C78", "24.training.11", "D01", "1.19/7")
 @pytest.mark.parametrize(
     ("sizes", "counts"),
     [
@@ -275,7 +275,7 @@ def test_loss_settings_are_brought_to_one_form(faulty: FaultyServer, client: Tra
     assert training.checked_config("ppo", {"name": "nan"}) == {"name": "nan"}
 
 
-@pytest.mark.covers("C47", "24.training.6", "C83")
+@pytest.mark.covers("C47", "24.training.6", "C83", "1.15/5")
 @pytest.mark.parametrize("seconds", [0, -1, 1.5, "60", True], ids=repr)
 def test_a_time_to_live_that_is_none_makes_no_request(
     faulty: FaultyServer, client: TrainingClient, seconds: Any
@@ -591,7 +591,7 @@ def test_a_call_that_failed_in_part_says_so(server: Server, service: ServiceClie
     assert caught.value.hint is None
 
 
-@pytest.mark.covers("24.code.15", "C56")
+@pytest.mark.covers("24.code.15", "C56", "4.1/14")
 def test_a_failed_chunk_ends_the_waiting_for_the_later_ones(
     faulty: FaultyServer, server: Server, service: ServiceClient
 ) -> None:
@@ -871,7 +871,7 @@ def test_optimizers_of_kinds_unknown_here_pass_through(faulty: FaultyServer, cli
 # ── custom losses ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("C55", "24.custom.1", "24.custom.2", "24.custom.3")
+@pytest.mark.covers("1.13/1", "1.13/4", "1.13/5", "C55", "24.custom.1", "24.custom.2", "24.custom.3")
 def test_a_sum_of_two_log_probabilities_trains_with_weights_of_minus_one(
     faulty: FaultyServer, server: Server, client: TrainingClient
 ) -> None:
@@ -897,7 +897,7 @@ def test_the_users_own_metrics_win_even_over_the_loss(server: Server, client: Tr
     assert (metrics["loss:sum"], metrics["5"]) == (7.0, 1.0)
 
 
-@pytest.mark.covers("24.code.16", "C56")
+@pytest.mark.covers("1.13/7", "24.code.16", "C56")
 @pytest.mark.parametrize(
     ("first", "words"),
     [
@@ -927,7 +927,7 @@ def test_outputs_that_do_not_fit_the_data_are_not_trained_on(
     assert len(passes(faulty)) == 1
 
 
-@pytest.mark.covers("24.code.16", "C56")
+@pytest.mark.covers("1.13/7", "24.code.16", "C56")
 @pytest.mark.parametrize(
     ("loss", "error", "words"),
     [

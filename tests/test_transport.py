@@ -600,7 +600,7 @@ def test_each_header_is_sent_once() -> None:
         assert b"accept: c\r\n" in head.lower()
 
 
-@pytest.mark.covers("C16")
+@pytest.mark.covers("1.8/2", "C16")
 def test_the_trace_travels_with_every_kind_of_request(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = StandIn()
     stand_in.install(monkeypatch)
@@ -643,7 +643,7 @@ def heard() -> Iterator[list[tuple[str, dict[str, float], dict[str, Any]]]]:
     events.detach("test")
 
 
-@pytest.mark.covers("C26", "24.http.7")
+@pytest.mark.covers("1.4.2/1", "1.4.2/2", "C26", "24.http.7")
 def test_a_request_has_a_start_and_a_stop(faulty: FaultyServer, waits: list[float], heard: list[Any]) -> None:
     faulty.script("create_session", Answer(503), Answer(503), OK)
 
@@ -703,7 +703,7 @@ def test_the_result_of_a_poll_is_its_status(faulty: FaultyServer, heard: list[An
     assert results == [*statuses.values(), "ok", "error"]
 
 
-@pytest.mark.covers("C26")
+@pytest.mark.covers("1.4.2/3", "C26")
 def test_what_is_no_answer_is_an_exception(faulty: FaultyServer, heard: list[Any]) -> None:
     class Broken:
         async def send(self, *args: Any) -> Any:
@@ -742,7 +742,7 @@ def test_a_request_that_is_given_up_ends_too(faulty: FaultyServer, heard: list[A
     ]
 
 
-@pytest.mark.covers("C26")
+@pytest.mark.covers("1.4.3/1", "C26")
 def test_the_console_logger_shows_a_real_request(
     faulty: FaultyServer, waits: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -990,7 +990,7 @@ CATALOGUE = {
 }
 
 
-@pytest.mark.covers("C27")
+@pytest.mark.covers("C27", "4.2/1")
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_the_catalogue_of_endpoints(faulty: FaultyServer, name: str) -> None:
     method, path, traffic = CATALOGUE[name]

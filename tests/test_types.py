@@ -1028,7 +1028,7 @@ def test_precision_loss_is_told() -> None:
         types.dtype_of(np.zeros(1, kept), warn=True)
 
 
-@pytest.mark.covers("C78")
+@pytest.mark.covers("C78", "1.19/6")
 def test_sizes_are_estimated() -> None:
     prompt = types.ModelInput.from_ints([1, 2]).append(image())
     assert prompt.estimated_bytes == 20 + 4

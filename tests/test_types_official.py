@@ -504,7 +504,7 @@ def fields(kind: type[Any]) -> dict[str, list[Any]]:
     return found
 
 
-@pytest.mark.covers("24.types.2")
+@pytest.mark.covers("24.types.2", "4.2/3")
 @pytest.mark.parametrize("name", CLASSES)
 def test_fields_and_defaults_are_the_same(official: dict[str, Any], name: str) -> None:
     theirs = official["fields"][name]

@@ -46,7 +46,7 @@ def fields_of(body: Any) -> list[tuple[str, bytes]]:
     return [(name, content) for name, _, _, content in parts_of(*multipart(body, None))]
 
 
-@pytest.mark.covers("C17", "1.17")
+@pytest.mark.covers("1.17.4/1", "C17")
 def test_the_bytes_of_a_form() -> None:
     content_type, body = multipart({"note": "hi"}, {"file": ("a.txt", b"hello\n", "text/plain", {"X-A": "1"})}, "BB")
     assert content_type == "multipart/form-data; boundary=BB"
@@ -57,7 +57,7 @@ def test_the_bytes_of_a_form() -> None:
     )
 
 
-@pytest.mark.covers("C17", "1.17")
+@pytest.mark.covers("1.17.3/1", "C17")
 def test_nested_fields_get_bracketed_names() -> None:
     body = {
         "user": {"name": "Alice", "age": 30, "tags": ["a", "b"]},
@@ -87,7 +87,7 @@ def test_nested_fields_get_bracketed_names() -> None:
     ]
 
 
-@pytest.mark.covers("C17", "1.17", "Q-21")
+@pytest.mark.covers("1.17.1/1", "1.17.1/2", "1.17.2/1", "1.17.2/2", "1.17.2/3", "1.17.2/4", "C17", "Q-21")
 def test_files_are_taken_in_many_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"1234")
@@ -133,12 +133,13 @@ def test_files_are_taken_in_many_forms(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
+@pytest.mark.covers("1.17.2/5")
 def test_pairs_may_repeat_a_name_and_keep_their_order() -> None:
     made = parts_of(*multipart({"z": 1}, [("f", b"1"), ("e", b"2"), ("f", b"3")]))
     assert [(name, content) for name, _, _, content in made] == [("z", b"1"), ("f", b"1"), ("e", b"2"), ("f", b"3")]
 
 
-@pytest.mark.covers("1.17", "Q-21")
+@pytest.mark.covers("1.17.1/2", "Q-21")
 def test_text_that_names_a_file_here_is_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert parts_of(*multipart(None, {"f": "note"}))[0][3] == b"note"
@@ -146,7 +147,7 @@ def test_text_that_names_a_file_here_is_that_file(tmp_path: Path, monkeypatch: p
     assert parts_of(*multipart(None, {"f": "note"}))[0] == ("f", "note", "application/octet-stream", b"inside")
 
 
-@pytest.mark.covers("C17")
+@pytest.mark.covers("1.17.1/3", "1.17.2/7", "C17")
 @pytest.mark.parametrize(
     ("files", "error", "words"),
     [
@@ -176,7 +177,7 @@ def test_files_that_cannot_be_sent_say_why(files: Any, error: type[Exception], w
         body_for({}, files)
 
 
-@pytest.mark.covers("1.17", "Q-22")
+@pytest.mark.covers("1.17.4/1", "Q-22")
 @pytest.mark.parametrize("evil", ["a\r\nX-Evil: 1", "a\nb", "a\rb", "a\0b", "\x7f"])
 @pytest.mark.parametrize("place", ["name", "filename", "field", "content type", "header", "header name"])
 def test_no_header_is_smuggled_in(evil: str, place: str) -> None:
@@ -201,7 +202,7 @@ def test_headers_of_a_file_must_be_headers(name: str) -> None:
         multipart({}, {"f": ("a", b"", None, {name: "x"})})
 
 
-@pytest.mark.covers("1.17", "Q-22")
+@pytest.mark.covers("1.17.4/1", "Q-22")
 def test_quotes_and_backslashes_end_no_name() -> None:
     _, body = multipart({'a"; filename="x': 1}, {"f\\": ('b"\\', b"")}, "B")
     assert b'name="a%22; filename=%22x"\r\n' in body
@@ -229,7 +230,7 @@ def test_what_is_sent_is_what_another_program_reads(fields: dict[str, Any], file
     assert made == sent + [(quoted(name), quoted(filename), content) for name, (filename, content) in files]
 
 
-@pytest.mark.covers("C17")
+@pytest.mark.covers("1.17.4/1", "C17")
 def test_boundaries_are_random_and_never_occur_in_the_content() -> None:
     first, second = multipart({}, {})[0], multipart({}, {})[0]
     assert first != second
@@ -253,6 +254,7 @@ def test_a_boundary_with_signs_is_quoted() -> None:
     assert body_for({"a": 1}, headers={"Content-Type": content_type}) == (content_type, body)
 
 
+@pytest.mark.covers("1.17.4/1")
 @pytest.mark.parametrize("fields", ["text", 3, ["a"], b"bytes"])
 def test_the_fields_of_a_form_must_have_names(fields: Any) -> None:
     with pytest.raises(TypeError, match="Failed to prepare request: the fields of a form must be a mapping"):
@@ -266,7 +268,7 @@ def test_a_field_that_a_form_cannot_hold_is_named() -> None:
         multipart({"a": "\ud800"}, {})
 
 
-@pytest.mark.covers("C17")
+@pytest.mark.covers("1.17.2/6", "1.17.5/1", "1.17.5/2", "C17")
 @pytest.mark.parametrize("files", [None, {}, [], NOT_GIVEN])
 def test_without_files_the_body_is_json(files: Any) -> None:
     assert body_for({"a": OMIT, "b": None, "c": [1, 2]}, files, {}) == ("application/json", b'{"b":null,"c":[1,2]}')
@@ -283,7 +285,7 @@ def test_text_and_bytes_are_sent_as_they_are() -> None:
     assert body_for(NOT_GIVEN) == (None, b"")
 
 
-@pytest.mark.covers("C17")
+@pytest.mark.covers("1.17.5/1", "C17")
 @pytest.mark.parametrize("name", ["content-type", "Content-Type"])
 def test_a_form_is_sent_for_files_or_when_the_headers_say_so(name: str) -> None:
     content_type, body = body_for({"a": 1}, {"f": b"x"}, {name: "application/json"})
@@ -299,7 +301,7 @@ def test_a_form_is_sent_for_files_or_when_the_headers_say_so(name: str) -> None:
     assert b'name="b"' not in body_for({"a": 1, "b": None}, {"f": b""}, drop_none=True)[1]
 
 
-@pytest.mark.covers("C17")
+@pytest.mark.covers("1.17.5/2", "C17")
 def test_text_cannot_be_a_form() -> None:
     for files, headers in [({"f": b""}, {}), (None, {"content-type": "multipart/form-data"})]:
         with pytest.raises(TypeError, match=r"Failed to prepare request: the fields .* must be a mapping, got str"):

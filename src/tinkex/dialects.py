@@ -92,7 +92,7 @@ def read_receipt(transport: Transport, op: Operation, reply: Reply, submitted: f
         told = None
     if isinstance(told, dict) and "request_id" not in told:
         if "error" in told or told.get("status") == "failed":
-            raise failure_of(told, "", op)
+            raise failure_of(transport, op, told, "")
         if told.get("status") == "completed" and isinstance(told.get("result"), dict):
             told = told["result"]
             reply = replace(reply, body=msgspec.json.encode(told))

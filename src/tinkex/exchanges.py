@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import quote, quote_plus, unquote, urlsplit, urlunsplit
 
 REDACTED = "[REDACTED]"
 SHOWN_CHARACTERS = 300
@@ -34,6 +35,20 @@ def is_secret_name(name: str) -> bool:
     """
     plain = re.sub(r"[\s_.]+", "-", _CAMEL.sub("-", name.strip())).lower()
     return _SECRET_NAME.fullmatch(plain) is not None
+
+
+def forms_of(secret: str) -> set[str]:
+    """How a secret may be written: as it is, in an address, in base64 (from its first byte on).
+
+    Example:
+        >>> sorted(forms_of("a/b"))
+        ['YS9i', 'a%2Fb', 'a/b']
+    """
+    forms = {secret, quote(secret, safe=""), quote(secret), quote_plus(secret)}
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        code = encode(secret.encode()).decode()
+        forms |= {code, code.rstrip("=")}
+    return forms
 
 
 def redact_headers(headers: Mapping[str, str]) -> dict[str, str]:

@@ -375,14 +375,15 @@ class _Poll:
                 reply = replace(reply, body=msgspec.json.encode(envelope["result"]))
                 envelope = _mapping(reply.body)
             if "error" in envelope or status == "failed":
-                raise failure_of(envelope, self.request_id, self.op)
+                raise failure_of(self.transport, self.op, envelope, self.request_id)
         return await decode_result(self.transport, self.op, reply), None
 
     def _heed(self, envelope: Mapping[str, Any], paused: float | None = None) -> float | None:
         """Pass the queue's state on; the seconds to wait before the next poll, where the server says."""
         state, reason = envelope.get("queue_state"), envelope.get("queue_state_reason")
+        reason = self.transport.without_keys(reason) if isinstance(reason, str) else None
         if self.notice is not None and isinstance(state, str):
-            self.notice(state, reason if isinstance(reason, str) else None, request_id=self.request_id)
+            self.notice(state, reason, request_id=self.request_id)
         asked = envelope.get("retry_after_ms")
         if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0:
             return min(asked / 1000, LONGEST_RETRY_AFTER)
@@ -408,7 +409,7 @@ def read_result(transport: Transport, op: Operation, reply: Reply, request_id: s
     """The result in a reply that is known to hold one, or RequestFailedError."""
     assert op.result is not None
     if codec.PROTOBUF not in reply.content_type and "error" in (envelope := _mapping(reply.body)):
-        raise failure_of(envelope, request_id, op)
+        raise failure_of(transport, op, envelope, request_id)
     return transport.decode(op, op.result, reply)
 
 
@@ -438,11 +439,11 @@ def _says_nothing(error: APIError) -> bool:
     return not body or (isinstance(body, dict) and not any(body.get(name) for name in ("message", "error", "detail")))
 
 
-def failure_of(envelope: Mapping[str, Any], request_id: str, op: Operation) -> RequestFailedError:
+def failure_of(transport: Transport, op: Operation, envelope: Mapping[str, Any], request_id: str) -> RequestFailedError:
     """The error that an answer in band reports, in any of the forms servers use."""
     told = envelope.get("error")
     inner: Mapping[str, Any] = told if isinstance(told, dict) else {}
-    text = (inner.get("message") or inner.get("error")) if inner else told
+    text = transport.without_keys(str((inner.get("message") or inner.get("error")) if inner else told or ""))
     category = RequestErrorCategory.parse(inner.get("category") or envelope.get("category"))
     return RequestFailedError(
         f"{op.name} failed ({category.value} error): {text or 'the server gives no reason'}",

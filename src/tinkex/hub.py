@@ -15,6 +15,7 @@ from urllib.parse import quote, urlsplit
 
 from tinkex import environment
 from tinkex.errors import APIConnectionError, APITimeoutError, TinkerError
+from tinkex.exchanges import REDACTED, forms_of
 from tinkex.types.sessions import RequestErrorCategory
 
 ENDPOINT = "https://huggingface.co"
@@ -122,6 +123,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 def _fetch(url: str, path: Path, headers: Mapping[str, str], timeout: float) -> None:
     """Put what is behind an address into a file: under another name first, so that nobody finds half of it."""
     opener = urllib.request.build_opener(_Redirects)
+    failure: TinkerError
     try:
         with opener.open(urllib.request.Request(url, headers=dict(headers)), timeout=timeout) as answer:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,14 +135,15 @@ def _fetch(url: str, path: Path, headers: Mapping[str, str], timeout: float) -> 
             except BaseException:
                 os.unlink(scratch)
                 raise
+        return
     except urllib.error.HTTPError as refused:
         with refused:
-            body = refused.read(SHOWN_BYTES)
-        raise _refusal(url, refused.code, body) from None
+            failure = _refusal(url, refused.code, refused.read(SHOWN_BYTES).decode(errors="replace"), headers)
     except TimeoutError as error:
         raise APITimeoutError(f"{_shown(url)} did not answer in time") from error
     except OSError as error:  # URLError is one
         raise APIConnectionError(f"{_shown(url)} cannot be fetched: {getattr(error, 'reason', error)}") from error
+    raise failure  # here, so that the refusal is not behind it: that knows the address it came from, signed
 
 
 def _copy(answer: Any, file: IO[bytes]) -> None:
@@ -152,8 +155,11 @@ def _copy(answer: Any, file: IO[bytes]) -> None:
         raise OSError(f"{size} of {expected} bytes came")
 
 
-def _refusal(url: str, status: int, body: bytes) -> HubError:
-    told = {"status": status, "body": body.decode(errors="replace")}
+def _refusal(url: str, status: int, body: str, headers: Mapping[str, str]) -> HubError:
+    for secret in headers.values():  # the hub may say back what it was told
+        for form in forms_of(secret.rpartition(" ")[2]):
+            body = body.replace(form, REDACTED)
+    told = {"status": status, "body": body}
     if status == 404:
         return HubError(f"{_shown(url)} was not found on HuggingFace", body=told, status_code=404)
     return HubError(f"{_shown(url)}: the hub answered {status}", body=told, status_code=status)

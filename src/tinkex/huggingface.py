@@ -7,26 +7,31 @@ checkpoint is left alone. The token is never logged.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
+import logging
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tinkex.downloads import DownloadError, download_async
-from tinkex.errors import APIConnectionError, ConfigurationError, RequestFailedError, TinkerError
+from tinkex.errors import APIConnectionError, APITimeoutError, ConfigurationError, RequestFailedError, TinkerError
 from tinkex.futures import start
+from tinkex.hub import HTTP_TIMEOUT_MS, endpoint_of, resolve_token
 from tinkex.hub import HubError as HubError
 from tinkex.hub import build_hf_url as build_hf_url
 from tinkex.hub import default_cache_dir as default_cache_dir
-from tinkex.hub import endpoint_of, resolve_token
 from tinkex.hub import resolve_file as resolve_file
 from tinkex.hub import sanitize_repo_id as sanitize_repo_id
+from tinkex.redaction import Scrubber
 from tinkex.rest import RestClient
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath, WeightsInfoResponse
+
+T = TypeVar("T")
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CONFIG, COMPLETE, CARD = "adapter_config.json", "checkpoint_complete", "README.md"
@@ -61,6 +66,7 @@ async def push_checkpoint_adapter_async(
     hf_token: str | None = None,
     add_model_card: bool = True,
     endpoint: str | None = None,
+    http_timeout_ms: int = HTTP_TIMEOUT_MS,
 ) -> Pushed:
     """Put a checkpoint's adapter on the hub.
 
@@ -77,9 +83,11 @@ async def push_checkpoint_adapter_async(
         hf_token: The token; see `tinkex.hub.resolve_token`.
         add_model_card: Write a README.md where the checkpoint has none.
         endpoint: The hub's address; HF_ENDPOINT by default.
+        http_timeout_ms: How long the hub may be silent.
 
     Raises:
         HubError: The path, the token or the files are not as they should be, or the repository is another's.
+        APIConnectionError: The hub cannot be reached, or was silent for too long.
         RequestFailedError: The hub did not do it.
     """
     try:
@@ -88,7 +96,9 @@ async def push_checkpoint_adapter_async(
         raise HubError(str(error)) from None
     if re.search(r"\s", tinker_path):
         raise HubError(f"{tinker_path!r} has blanks in it: no checkpoint has")
-    hub = _Hub(resolve_token(hf_token=hf_token), endpoint_of(endpoint))
+    if isinstance(http_timeout_ms, bool) or not isinstance(http_timeout_ms, int) or http_timeout_ms <= 0:
+        raise HubError(f"http_timeout_ms must be a positive whole number, got {http_timeout_ms!r}")
+    hub = _Hub(resolve_token(hf_token=hf_token), endpoint_of(endpoint), http_timeout_ms)
     user = await asyncio.to_thread(hub.user)
     info = await rest_client.get_weights_info_by_tinker_path_async(tinker_path)
     with tempfile.TemporaryDirectory(prefix="tinkex-push-") as scratch:
@@ -129,7 +139,7 @@ class _Upload:
 class _Hub:
     """huggingface_hub's client, its errors told as ours."""
 
-    def __init__(self, token: str, endpoint: str) -> None:
+    def __init__(self, token: str, endpoint: str, http_timeout_ms: int) -> None:
         try:
             self._library: Any = importlib.import_module("huggingface_hub")
         except ImportError:
@@ -137,16 +147,41 @@ class _Hub:
                 "putting an adapter on the hub needs the package 'huggingface_hub'", hint="pip install 'tinkex[text]'"
             ) from None
         self._api: Any = self._library.HfApi(endpoint=endpoint, token=token)
-        self._endpoint, self._token = endpoint, token
+        self._endpoint, self._token, self._http_timeout_ms = endpoint, token, http_timeout_ms
+        self._scrubber = Scrubber([token])
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Gives the library's requests a time limit, and takes secrets out of what its HTTP client logs of them.
+
+        Its session is the whole process's, so both are done on the way. Our requests are known by the token; large
+        files go to signed addresses that need none, by PUT, which nothing else here uses.
+        """
+        hooks = self._library.get_session().event_hooks["request"]
+        limits = dict.fromkeys(("connect", "read", "write", "pool"), self._http_timeout_ms / 1000)
+
+        def limit(request: Any) -> None:
+            if request.method == "PUT" or request.headers.get("authorization") == f"Bearer {self._token}":
+                request.extensions = {**request.extensions, "timeout": limits}
+
+        loggers = [logging.getLogger(name) for name in (*logging.root.manager.loggerDict, "httpx") if _is_http(name)]
+        hooks.append(limit)
+        for logger in loggers:
+            logger.addFilter(self._clean)
+        try:
+            yield
+        finally:
+            hooks.remove(limit)
+            for logger in loggers:
+                logger.removeFilter(self._clean)
+
+    def _clean(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = self._scrubber.text(record.getMessage()), ()
+        return True
 
     def user(self) -> str:
         """Whose token it is."""
-        try:
-            told = self._api.whoami()
-        except Exception as error:
-            if _status(error) == 401:
-                raise HubError("the hub does not know this token", hint="make a new one, with leave to write") from None
-            raise self._failure(error) from None
+        told = self._asked(self._api.whoami)
         name = told.get("name") if isinstance(told, dict) else None
         name = name or ((told.get("user") or {}).get("name") if isinstance(told, dict) else None)
         if not name:
@@ -155,32 +190,48 @@ class _Hub:
 
     def push(self, upload: _Upload) -> str:
         """Make the repository and the branch where they are not there, and upload; the repository's full name."""
+        return self._asked(lambda: self._push(upload))
+
+    def _push(self, upload: _Upload) -> str:
+        made = self._api.create_repo(upload.repo_id, private=not upload.public, exist_ok=True)
+        repo = str(made.repo_id or upload.repo_id)
+        self._require_ours(repo, upload)
+        if upload.revision != "main":
+            self._api.create_branch(repo, branch=upload.revision, exist_ok=True)
+        add = self._library.CommitOperationAdd
+        self._api.create_commit(
+            repo,
+            operations=[add(path_in_repo=name, path_or_fileobj=upload.directory / name) for name in upload.files],
+            commit_message=upload.message,
+            revision=upload.revision,
+            create_pr=upload.create_pr,
+        )
+        return repo
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        """What the library answers; its errors become ours, and are not behind them: they may hold signed addresses."""
+        failure: TinkerError
         try:
-            made = self._api.create_repo(upload.repo_id, private=not upload.public, exist_ok=True)
-            repo = str(made.repo_id or upload.repo_id)
-            self._require_ours(repo, upload)
-            if upload.revision != "main":
-                self._api.create_branch(repo, branch=upload.revision, exist_ok=True)
-            add = self._library.CommitOperationAdd
-            self._api.create_commit(
-                repo,
-                operations=[add(path_in_repo=name, path_or_fileobj=upload.directory / name) for name in upload.files],
-                commit_message=upload.message,
-                revision=upload.revision,
-                create_pr=upload.create_pr,
-            )
+            with self._watched():
+                return ask()
         except TinkerError:
             raise
         except Exception as error:
-            raise self._failure(error) from error
-        return repo
+            failure = self._failure(error)
+        raise failure
 
     def _require_ours(self, repo: str, upload: _Upload) -> None:
         """Refuse a repository whose card names another checkpoint: it would be overwritten."""
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 card = resolve_file(
-                    repo, upload.revision, CARD, cache_dir=scratch, endpoint=self._endpoint, token=self._token
+                    repo,
+                    upload.revision,
+                    CARD,
+                    cache_dir=scratch,
+                    endpoint=self._endpoint,
+                    token=self._token,
+                    http_timeout_ms=self._http_timeout_ms,
                 )
             except HubError as error:
                 if error.status == 404:
@@ -196,11 +247,21 @@ class _Hub:
             )
 
     def _failure(self, error: Exception) -> TinkerError:
-        if isinstance(error, OSError) and _status(error) is None:
-            return APIConnectionError(f"the hub at {self._endpoint} cannot be reached: {error}")
+        kinds = {kind.__name__ for kind in type(error).__mro__}
         said = " ".join(str(one) for one in (error, error.__cause__) if one is not None)
-        text = said.replace(self._token, "[REDACTED]")[:SHOWN_BYTES]
+        text = self._scrubber.text(said, SHOWN_BYTES)
+        if _status(error) == 401:
+            return HubError("the hub does not know this token", hint="make a new one, with leave to write")
+        if "TimeoutException" in kinds:  # of the HTTP library, whichever it is
+            return APITimeoutError(f"the hub at {self._endpoint} was silent for {self._http_timeout_ms} ms")
+        if kinds & {"TransportError", "OSError"} and _status(error) is None:
+            return APIConnectionError(f"the hub at {self._endpoint} cannot be reached: {text}")
         return RequestFailedError(f"the hub refused: {text}", "", "server", status_code=_status(error))
+
+
+def _is_http(logger: str) -> bool:
+    """Whether a logger is that of an HTTP client which huggingface_hub may use."""
+    return re.match(r"(httpx|httpcore|urllib3|requests)\d*(\.|$)", logger) is not None
 
 
 def _status(error: BaseException) -> int | None:

@@ -15,10 +15,10 @@ import traceback
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tinkex.config import Config
-from tinkex.exchanges import REDACTED
+from tinkex.exchanges import REDACTED, forms_of
 from tinkex.exchanges import is_secret_name as is_secret_name
 from tinkex.types.record import Record, to_builtins
 
@@ -46,7 +46,15 @@ _QUOTED = r"b?(?P<quote>\\*[\"'])(?:\\.|(?!(?P=quote)).){0,4096}"
 _LINE = r"[^\r\n]{1,4096}"
 _WORD = r"[^\s\"',;&}\])]{1,4096}"
 
-_PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+_SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"(?:(?<![A-Za-z0-9])|(?<=%[0-9A-F]{2}))tml-[\w.~+/=-]+", re.I), REDACTED),
+    (re.compile(r"(?<![A-Za-z0-9+/])(?:dG1sL|aGZf)[A-Za-z0-9+/_-]{12,}={0,2}"), REDACTED),  # tml- and hf_ in base64
+    (re.compile(r"eyJ[\w-]{8,}(?:\.[\w-]*){0,2}"), REDACTED),
+    (re.compile(r"(?<![A-Za-z0-9])(?:hf_|sk-|gh[pousr]_|AKIA)[A-Za-z0-9_-]{12,}"), REDACTED),
+)
+"""What looks like a key wherever it stands."""
+
+_PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = _SHAPES + tuple(
     (re.compile(pattern, flags), replacement)
     for pattern, flags, replacement in (
         # addresses: who is asked in whose name, and everything a signature could be in
@@ -55,10 +63,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(://[^\s\"'<>?]{1,2048}\?)[^\s\"'<>]+", 0, rf"\g<1>{REDACTED}"),
         (r"([?&;](?:x-(?:amz|goog)-[\w-]{1,40}|awsaccesskeyid|googleaccessid|key-pair-id|policy|expires|key|code)=)"
          r"[^&\s\"'<>]+", re.I, rf"\g<1>{REDACTED}"),
-        # shapes
-        (r"(?<![A-Za-z0-9])tml-[\w.~+/=-]+", re.I, REDACTED),
-        (r"eyJ[\w-]{8,}(?:\.[\w-]*){0,2}", 0, REDACTED),
-        (r"(?<![A-Za-z0-9])(?:hf_|sk-|gh[pousr]_|AKIA)[A-Za-z0-9_-]{12,}", 0, REDACTED),
+        # what follows a word that says so
         (r"\b(bearer\s{1,8})[\w.~+/=-]+", re.I, rf"\g<1>{REDACTED}"),
         (r"\b(Basic\s{1,8})(?=[A-Za-z+/]*[A-Z0-9=])[A-Za-z0-9+/]{4,}={0,2}", 0, rf"\g<1>{REDACTED}"),
         # names
@@ -70,38 +75,56 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def secrets_of(config: Config) -> tuple[str, ...]:
-    """The secrets that a configuration knows, in the forms in which they travel."""
+    """The secrets that a configuration knows."""
     found = {config.api_key, config.cf_access_client_secret, config.credential_cmd}
-    found |= {value for name, value in config.default_headers.items() if is_secret_name(name)}
+    for name, value in config.default_headers.items():
+        if is_secret_name(name):
+            _, _, bare = value.partition(" ")
+            found |= {value} if " " in bare else {value, bare}  # with its scheme, as in "Bearer …", and without
     found |= {value for name, value in config.default_query.items() if is_secret_name(name)}
     found |= {value for _, value in config.proxy_headers}
     if config.proxy is not None:
         account = urlsplit(config.proxy).netloc.rpartition("@")[0]
         password = account.partition(":")[2]
         found |= {account, password, unquote(password), base64.b64encode(unquote(account).encode()).decode()}
-    found |= {quote(secret, safe="") for secret in found if secret}
     return tuple(sorted((secret for secret in found if secret), key=len, reverse=True))
 
 
+def secrets_in(url: str) -> tuple[str, ...]:
+    """What a signed address holds that is nobody else's business: the values of its secret parameters."""
+    query = url.partition("?")[2].partition("#")[0]
+    return tuple(value for name, value in parse_qsl(query) if is_secret_name(name))
+
+
 class Scrubber:
-    """Makes texts and data fit to be sent; `secrets` are known ones, left out wherever they are found."""
+    """Makes texts and data fit to be sent.
+
+    `secrets` are known ones, left out wherever they are found, also as they are written in addresses and in base64.
+    """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        known = sorted({secret for secret in secrets if len(secret) >= SHORTEST_SECRET}, key=len, reverse=True)
-        self._known = re.compile("|".join(map(re.escape, known))) if known else None
+        known = {form for secret in secrets if len(secret) >= SHORTEST_SECRET for form in forms_of(secret)}
+        ordered = sorted(known, key=len, reverse=True)
+        self._known = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def text(self, value: str, most: int = MOST_TEXT, *, end: bool = False) -> str:
         """A text without secrets, of `most` characters at most: the first, or the last where the `end` counts."""
         value = _window(value.encode(errors="replace").decode(), 4 * most, end)
-        value = self.known(value)
+        value = self._without_known(value)
         for pattern, replacement in _PATTERNS:
             value = pattern.sub(replacement, value)
         if len(value) <= most:
             return value
         return CUT + value[1 - most :] if end else value[: most - 1] + CUT
 
-    def known(self, value: str) -> str:
-        """A text as it is, but for the known secrets."""
+    def without_keys(self, value: str) -> str:
+        """A text as it is, but for the known secrets and what looks like a key: for bodies, which stay readable."""
+        value = self._without_known(value)
+        for pattern, replacement in _SHAPES:
+            value = pattern.sub(replacement, value)
+        return value
+
+    def _without_known(self, value: str) -> str:
         return value if self._known is None else self._known.sub(REDACTED, value)
 
     def data(self, value: Any) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -74,6 +74,13 @@ class RetryConfig:
 class RetryHandler:
     """Runs calls under a `RetryConfig`: so many at once, tried again, given up when nothing comes through.
 
+    Args:
+        config: How often, how long, how many.
+        name: What the log and the events call these calls.
+        limit: How many run at once; by default as the configuration says.
+        metadata: What events of the attempts carry beside the name.
+        clock: Seconds, to measure by.
+
     Example:
         >>> import asyncio
         >>> async def call() -> int:
@@ -88,10 +95,12 @@ class RetryHandler:
         name: str = "default",
         *,
         limit: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or RetryConfig()
         self.name = name
+        self._metadata = dict(metadata or {})
         self._limit = self.config.max_connections if limit is None else limit
         self._clock = clock
         self._slots: asyncio.Semaphore | None = None
@@ -162,7 +171,7 @@ class RetryHandler:
         return config.is_retryable(error)
 
     def _emit(self, name: str, attempt: int, measurements: dict[str, float], **facts: Any) -> None:
-        events.emit(name, measurements, {"name": self.name, "attempt": attempt, **facts})
+        events.emit(name, measurements, {**self._metadata, "name": self.name, "attempt": attempt, **facts})
 
     # ── when nothing comes through any more ──────────────────────────────────────────────────────────────────────
 

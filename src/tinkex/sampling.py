@@ -142,7 +142,9 @@ class SamplingClient:
                 config = replace(config, enable_retry_logic=False)
             if not server.sample_enable_stuck_detection:
                 config = replace(config, enable_stuck_detection=False)
-            self._handler = RetryHandler(config, f"sampling from {self.sampling_session_id}", limit=limit)
+            facts = {"session_id": self._session.session_id, "sampling_session_id": self.sampling_session_id}
+            name = f"sampling from {self.sampling_session_id}"
+            self._handler = RetryHandler(config, name, limit=limit, metadata=facts)
         return self._handler
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None = None) -> None:
@@ -453,7 +455,7 @@ class SamplingClient:
                     if not isinstance(told, dict):
                         continue  # a farewell, or something that is no event of ours
                     if event.event == "error" or told.get("error") is not None:
-                        raise failure_of(told, request.sampling_session_id or "", op)
+                        raise failure_of(transport, op, told, request.sampling_session_id or "")
                     chunk = SampleStreamChunk.from_map(told)
                     open_samples -= chunk.is_done
                     stream.put(chunk)

@@ -248,7 +248,7 @@ class Session:
         final: Container[int] = (),
     ) -> Receipt:
         """Hand an operation to the server; the receipt names its future, or is the result at once."""
-        named = ("model_id", "seq_id", "sampling_session_id")
+        named = ("model_id", "model_seq_id", "seq_id", "sampling_session_id")
         facts = {name: value for name in named if (value := getattr(request, name, None)) is not None}
         started = time.monotonic()
 

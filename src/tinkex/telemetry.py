@@ -90,6 +90,9 @@ _LEVELS = {
     "critical": logging.CRITICAL,
 }
 
+Line: TypeAlias = Callable[[str, Mapping[str, float], Mapping[str, Any]], str]
+"""Makes a line of an event."""
+
 
 def attach_logger(
     handler_id: str | None = None, events: Iterable[str] = LOGGED_EVENTS, level: str | int = "info"
@@ -99,22 +102,30 @@ def attach_logger(
     Raises:
         ValueError: There is no such level, or the id is taken.
     """
+    return attach_lines(_line, events, handler_id or f"tinkex-logger-{next(_numbers)}", level)
+
+
+def attach_lines(line: Line, events: Iterable[str], handler_id: str, level: str | int = "info") -> str:
+    """Write what `line` makes of these events to the log "tinkex", without secrets; a failed request is an error.
+
+    Raises:
+        ValueError: There is no such level, or the id is taken.
+    """
     number = level if isinstance(level, int) else _LEVELS.get(level.lower())
     if number is None:
         raise ValueError(f"unknown level {level!r}; known are {', '.join(_LEVELS)}")
-    chosen = handler_id or f"tinkex-logger-{next(_numbers)}"
-    bus.attach(chosen, events, functools.partial(_write_line, number))
-    return chosen
+
+    def write(name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
+        said = _printed.text(line(name, measurements, metadata))
+        logger.log(logging.ERROR if name == bus.HTTP_EXCEPTION else number, "%s", said)
+
+    bus.attach(handler_id, events, write)
+    return handler_id
 
 
 def detach(handler_id: str) -> bool:
     """Stop a logger; False when there is none of this id."""
     return bus.detach(handler_id)
-
-
-def _write_line(level: int, name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
-    line = _line(name, measurements, metadata)
-    logger.log(logging.ERROR if name == bus.HTTP_EXCEPTION else level, "%s", _printed.text(line))
 
 
 def _line(name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ from tinkex.exchanges import redact_headers, redact_url, wait_asked
 from tinkex.limits import BillingPause, BreakerRegistry, ByteBudget
 from tinkex.protobuf import Pieces
 from tinkex.protocol import AUTH_TOKEN, BY_NAME, CLIENT_CONFIG, PREFIX, PROTOCOL_VERSION, Operation, Traffic
-from tinkex.redaction import MOST_TRACEBACK, Scrubber, secrets_of
+from tinkex.redaction import MOST_TRACEBACK, Scrubber, secrets_in, secrets_of
 from tinkex.types.account import AuthTokenResponse
 from tinkex.types.sessions import Empty
 
@@ -692,7 +692,7 @@ class Transport:
         """Log an attempt, where that is wanted."""
         if self.config.dump_headers:
             shown = {name: self._scrubber.text(value) for name, value in redact_headers(headers).items()}
-            place = self._scrubber.known(redact_url(address))
+            place = self._scrubber.without_keys(redact_url(address))
             logger.info("%s %s headers=%s body=%d bytes", op.method, place, shown, len(body or b""))
 
     def _traced(self, headers: Mapping[str, str]) -> Mapping[str, str]:
@@ -847,7 +847,7 @@ class Transport:
                 response=response,
             )
         else:
-            body = _loads(self._without_secrets(reply.body))
+            body = _loads(self._body(reply.body, reply.url))
             error = error_for(reply.status)(
                 f"{where}: {reply.status}: {self._scrubber.text(describe_body(body))}",
                 response,
@@ -857,7 +857,8 @@ class Transport:
             )
             error.retry_after = _bounded(error.retry_after)
             if (text := reply.headers.get("retry-after")) is not None and wait_asked({"retry-after": text}) is None:
-                logger.warning("%s: a retry-after that cannot be read: %r", where, self._scrubber.text(text, 100))
+                shown = self._scrubber.text(self._without_secrets(text, reply.url), 100)
+                logger.warning("%s: a retry-after that cannot be read: %r", where, shown)
         error.should_retry = _should_retry(reply.headers)
         return error
 
@@ -866,18 +867,26 @@ class Transport:
             level = logging.ERROR if headers.get("x-deprecation-level") == "error" else logging.WARNING
             logger.log(level, "%s: %s", op.name, self._scrubber.text(note))
 
-    def _without_secrets(self, data: bytes) -> bytes:
-        """Bytes as they are, but for the secrets that we know."""
-        return self._scrubber.known(data.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+    def without_keys(self, text: str) -> str:
+        """The server's words, as they are but for our secrets and for what looks like a key."""
+        return self._scrubber.without_keys(text)
+
+    def _without_secrets(self, text: str, url: str) -> str:
+        """What came from an address, as it is but for keys and for what the address itself was signed with."""
+        return Scrubber(secrets_in(url)).without_keys(self.without_keys(text))
+
+    def _body(self, data: bytes, url: str) -> bytes:
+        text = data.decode(errors="surrogateescape")
+        return self._without_secrets(text, url).encode(errors="surrogateescape")
 
     def _sent(self, op: Operation, address: str) -> Request:
         """A request as an error keeps it."""
-        return Request(op.method, self._scrubber.known(address))
+        return Request(op.method, self._scrubber.without_keys(address))
 
     def _response(self, op: Operation, reply: Reply) -> Response:
         """An answer as an error keeps it."""
-        headers = {name: self._scrubber.known(value) for name, value in reply.headers.items()}
-        content = self._without_secrets(reply.body[:KEPT_BYTES])
+        headers = {name: self._without_secrets(value, reply.url) for name, value in reply.headers.items()}
+        content = self._body(reply.body[:KEPT_BYTES], reply.url)
         return Response(reply.status, headers, content, self._sent(op, reply.url or self._home), reply.elapsed)
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from tinkex import events as bus
-from tinkex.redaction import Scrubber
-
-logger = logging.getLogger("tinkex")
+from tinkex.telemetry import attach_lines
+from tinkex.telemetry import detach as detach
 
 EVENTS = (
     bus.CUSTOM_LOSS_START,
@@ -23,7 +20,6 @@ EVENTS = (
 )
 
 _numbers = itertools.count(1)
-_printed = Scrubber()
 
 
 def events() -> list[str]:
@@ -37,21 +33,7 @@ def attach_logger(handler_id: str | None = None, level: str | int = "info") -> s
     Raises:
         ValueError: There is no such level, or the id is taken.
     """
-    number = level if isinstance(level, int) else logging.getLevelNamesMapping().get(level.upper())
-    if number is None:
-        raise ValueError(f"unknown level {level!r}; known are debug, info, warning, error and critical")
-    chosen = handler_id or f"tinkex-regularizers-{next(_numbers)}"
-    bus.attach(chosen, EVENTS, functools.partial(_write, number))
-    return chosen
-
-
-def detach(handler_id: str) -> bool:
-    """Stop a logger; False when there is none of this id."""
-    return bus.detach(handler_id)
-
-
-def _write(level: int, name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
-    logger.log(level, "%s", _printed.text(_line(name, measurements, metadata)))
+    return attach_lines(_line, EVENTS, handler_id or f"tinkex-regularizers-{next(_numbers)}", level)
 
 
 def _line(name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> str:
