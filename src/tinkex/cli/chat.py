@@ -14,11 +14,11 @@ import click
 from rich.console import Console
 
 from tinkex.chats import ASSISTANT, AnswerText, ChatFormat, Message
-from tinkex.cli.servers import API_KEY_HELP, BASE_URL_HELP, context_of, model_of, place_of, server_url
+from tinkex.cli.servers import API_KEY_HELP, BASE_URL_HELP, context_of, model_of, place_of, server_url, tokenizer_of
 from tinkex.errors import TinkerError
 from tinkex.sampling import SamplingClient
 from tinkex.service import ServiceClient
-from tinkex.tokenizers import get_or_load_tokenizer, get_tokenizer_id
+from tinkex.tokenizers import get_tokenizer_id
 from tinkex.types.checkpoints import SCHEME
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SamplingParams
@@ -252,7 +252,7 @@ def chat(
             sampler, base_model = _open(service, model_or_path)
             talk = Chat(
                 sampler,
-                ChatFormat(get_or_load_tokenizer(get_tokenizer_id(base_model))),
+                ChatFormat(tokenizer_of(get_tokenizer_id(base_model))),
                 temperature=temperature,
                 top_p=top_p,
                 max_tokens=max_tokens,

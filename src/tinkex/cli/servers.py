@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from tinkex import environment
@@ -10,6 +12,7 @@ from tinkex.credentials import stored_key
 from tinkex.errors import TinkerError
 from tinkex.local import DEFAULT_MODEL
 from tinkex.service import ServiceClient
+from tinkex.tokenizers import BUNDLED, get_or_load_tokenizer
 
 BASE_URL_HELP = (
     'Server: a URL, or "local" to compute inside this process.  '
@@ -57,3 +60,8 @@ def context_of(service: ServiceClient, model: str | None) -> int | None:
     except TinkerError:
         return None
     return next((one.max_context_length for one in offered if one.model_name == model), None)
+
+
+def tokenizer_of(tokenizer_id: str) -> Any:
+    """A tokenizer; the bundled model's without transformers, which takes seconds to import."""
+    return get_or_load_tokenizer(tokenizer_id, backend="tokenizers" if tokenizer_id in BUNDLED else None)

@@ -26,7 +26,7 @@ from rich.progress import Progress as Bar
 from tinkex._version import __version__
 from tinkex.chats import ChatFormat, Rendered
 from tinkex.cli.plot import plot
-from tinkex.cli.servers import API_KEY_HELP, BASE_URL_HELP, context_of, model_of, place_of, server_url
+from tinkex.cli.servers import API_KEY_HELP, BASE_URL_HELP, context_of, model_of, place_of, server_url, tokenizer_of
 from tinkex.cli.svg import chart
 from tinkex.errors import TinkerError
 from tinkex.service import ServiceClient
@@ -46,7 +46,7 @@ from tinkex.supervised import (
     render,
     without_answer,
 )
-from tinkex.tokenizers import get_or_load_tokenizer, get_tokenizer_id
+from tinkex.tokenizers import get_tokenizer_id
 from tinkex.training import TrainingClient
 
 EPOCHS = 3
@@ -185,7 +185,7 @@ def train(context: click.Context, /, **options: Any) -> None:
       tinkex train --resume runs/examples
 
     Ctrl-C ends a run after its step, with a checkpoint; --resume goes on from there to the same result.
-    """
+    """  # noqa: D301 (click's own sign for lines that are not to be filled)
     _choose_one(context, options)
     if options["resume"] is not None:
         _take_up(context, options)
@@ -340,7 +340,7 @@ class Command:
 
     def _material(self, service: ServiceClient, client: TrainingClient, read: Sequence[list[Example]]) -> Material:
         """The examples as tokens."""
-        chat = ChatFormat(get_or_load_tokenizer(get_tokenizer_id(self.model, client)))
+        chat = ChatFormat(tokenizer_of(get_tokenizer_id(self.model, client)))
         if not chat.has_template and any(one.messages for examples in read for one in examples):
             self.note(f'{self.model} has no chat template: chats are written as "User: …" and "Assistant: …"')
         length = self.options["max_length"] or context_of(service, self.model)
@@ -448,7 +448,9 @@ class Command:
         """Train to the end, or until told to stop; whether it came to the end."""
         assert self.folder is not None
         folder = self.folder
-        rows = f"{_count(plan.examples, 'example')}, {_count(plan.steps, 'step')} of {min(plan.batch_size, plan.examples)}"
+        rows = (
+            f"{_count(plan.examples, 'example')}, {_count(plan.steps, 'step')} of {min(plan.batch_size, plan.examples)}"
+        )
         self.note(f"{self.model} {self.place}: {rows}, rank {self.options['rank']}, into {folder.path}")
         lost = 0
         with _Display(self.notes, plan, folder) as display:
