@@ -248,9 +248,8 @@ class Command:
         self.json = options["output_format"] == "json"
         _never_fail_to_write()
         self.notes = Console(stderr=True, highlight=False)
-        self.name = (
-            re.sub(r"[^A-Za-z0-9._-]+", "-", options["name"] or options["data"].stem).lstrip(".-")[:100] or "run"
-        )
+        given = re.sub(r"[^A-Za-z0-9._-]+", "-", options["name"] or options["data"].stem)
+        self.name = given.lstrip(".-").rstrip("-")[:100] or "run"
         self.folder: RunFolder | None = None
         self.place = self.model = ""
         self._services = contextlib.ExitStack()
