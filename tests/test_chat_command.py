@@ -251,7 +251,7 @@ def test_a_backslash_continues_a_message_and_the_end_of_input_leaves(
     assert [message["content"] for message in talk.messages if message["role"] == "user"] == ["three"]
     assert told[1].startswith("there is no command /frob")
     assert told[2] == "taken back; 0 messages are left"
-    assert told[-1] == "(--max-tokens reached)"
+    assert told[-1].startswith("(cut off: --max-tokens")
     assert talk.messages[-1]["content"] in capsys.readouterr().out
 
 

@@ -325,8 +325,12 @@ def _converse(talk: Chat) -> None:
                 continue
             answer = talk.ask(text, _write)
             click.echo()
-            if answer.reason != "stop":
-                talk.tell("(stopped)" if answer.reason == "interrupted" else "(--max-tokens reached)")
+            if answer.reason == "interrupted":
+                talk.tell("(stopped)")
+            elif not answer.text:
+                talk.tell("(no answer; your message is taken back)")
+            elif answer.reason == "length":
+                talk.tell("(cut off: --max-tokens, or the model's longest text)")
         except KeyboardInterrupt:
             click.echo("\n(stopped)")
         except CommandError as error:
