@@ -215,6 +215,7 @@ def test_bytes_that_are_no_text_are_a_bad_line_and_a_byte_order_mark_is_none(tmp
         (["empty.jsonl"], "empty.jsonl is empty", 1),
         ([], "give a file of examples", 2),
         (["sums.jsonl", "--steps", "3", "--epochs", "2"], "--epochs and --steps exclude each other", 2),
+        (["sums.jsonl", "--eval-every", "2"], "--eval-every has no effect without", 2),
         (["sums.jsonl", "--learning-rate", "0"], "must be a number above zero", 2),
         (["sums.jsonl", "--model", "some/other"], "some/other", 1),
     ],
