@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,7 +22,7 @@ from click.testing import CliRunner, Result
 from safetensors.numpy import load_file
 
 from support import MODEL, serving
-from tinkex import LocalBackend, ServiceClient
+from tinkex import LocalBackend, ServiceClient, configure
 from tinkex.chats import ChatFormat
 from tinkex.cli.main import cli
 from tinkex.cli.servers import server_url
@@ -633,6 +634,29 @@ def test_a_server_elsewhere_needs_the_name_of_a_model(
 def test_a_chart_of_nothing_and_of_one_point_is_still_a_picture() -> None:
     for points in ([], [(1.0, 2.0)]):
         assert ElementTree.fromstring(chart({"loss": points}, "a < b")).tag.endswith("svg")
+
+
+@pytest.mark.slow
+def test_when_the_server_is_gone_it_is_said_what_was_saved(
+    train: Callable[..., Result], data: Path, tmp_path: Path, engine: FakeEngine
+) -> None:
+    own, server = FakeEngine(engine.base_models), ExitStack()
+    _at_step(own, 8, lambda: Thread(target=server.close).start())
+    configure(patience=0.2)
+    try:
+        address = server.enter_context(serving(own, tmp_path / "server"))
+        own.delay = 0.05
+        result = train(data, "--base-url", address, "--model", TINY, *OPTIONS, "--steps", 60, "--output", "gone")
+    finally:
+        configure()
+        server.close()
+    assert result.exit_code == 1
+    assert f"cannot reach {address.removeprefix('http://')}" in result.stderr
+    assert "saved after step " in result.stderr
+    assert "go on with: tinkex train --resume gone" in result.stderr
+    with serving(FakeEngine(engine.base_models), tmp_path / "server") as elsewhere:
+        done = train("--resume", "gone", "--base-url", elsewhere, "--format", "json")
+    assert json.loads(done.stdout)["status"] == "finished"
 
 
 @pytest.mark.slow

@@ -201,9 +201,23 @@ class Chat:
 @click.command()
 @click.argument("model_or_path", required=False)
 @click.option("--system", help="System message.")
-@click.option("--temperature", default=0.7, show_default=True, type=click.FloatRange(0), help="0 takes the likeliest.")
-@click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True))
-@click.option("--max-tokens", default=MAX_TOKENS, show_default=True, type=click.IntRange(1), help="Of an answer.")
+@click.option(
+    "--temperature",
+    default=0.7,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="How freely to draw; 0 takes the likeliest token.",
+)
+@click.option(
+    "--top-p",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Draw from the likeliest tokens that make up this much.",
+)
+@click.option(
+    "--max-tokens", default=MAX_TOKENS, show_default=True, type=click.IntRange(1), help="The most tokens of an answer."
+)
 @click.option("--seed", type=int, help="Seed of the answers.")
 @click.option("--raw", is_flag=True, help="Go on with each message as plain text: no chat format, no memory.")
 @click.option("--base-url", help=BASE_URL_HELP)

@@ -9,6 +9,7 @@ WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 40, 44
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c")
 TICKS = 5
+LONGEST_TITLE = 50
 
 
 def chart(lines: Mapping[str, Sequence[tuple[float, float]]], title: str, x_label: str = "step") -> str:
@@ -28,7 +29,7 @@ def chart(lines: Mapping[str, Sequence[tuple[float, float]]], title: str, x_labe
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="22" font-size="15">{escape(title)}</text>',
+        f'<text x="{LEFT}" y="22" font-size="15">{escape(title[-LONGEST_TITLE:])}</text>',
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>',
     ]
     for tick in range(TICKS + 1):
