@@ -10,10 +10,12 @@ import click
 from tinkex._version import __version__
 
 COMMANDS = {
+    "chat": ("tinkex.cli.chat:chat", "Talk to a model or a checkpoint."),
     "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Bring checkpoints in from elsewhere."),
     "demo": ("tinkex.cli.demo:demo", "Watch a small model learn to add, on this machine."),
     "key": ("tinkex.cli.key:key", "Make, list and revoke the keys of a server on this machine."),
     "serve": ("tinkex.cli.serve:serve", "Serve models on this machine to any Tinker client."),
+    "train": ("tinkex.cli.train:train", "Fine-tune a model on a file of examples."),
 }
 
 
