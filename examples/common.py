@@ -30,6 +30,7 @@ from tinkex import (
     tokenizers,
     types,
 )
+from tinkex.config import mask_api_key
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 ASSETS = Path(__file__).parent / "assets"
@@ -82,6 +83,17 @@ def base_model(service: ServiceClient, wanted: str = LLAMA) -> str:
     if not offered:
         fail("the server offers no models; name one in TINKER_BASE_MODEL")
     return wanted if wanted in offered else offered[0]
+
+
+def connection_options() -> list[str]:
+    """What the command line is told so that it goes where the other clients go."""
+    address = ["--base-url", BASE_URL] if BASE_URL else []
+    return address + (["--api-key", API_KEY] if API_KEY else [])
+
+
+def masked(words: list[str]) -> list[str]:
+    """Words of a command that can be shown: of the key only its ends."""
+    return [mask_api_key(word) or "" if API_KEY and word == API_KEY else word for word in words]
 
 
 # ── printing ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,24 +5,19 @@ Where to go: see common.py.
 """
 
 import time
-from typing import TYPE_CHECKING
 
 import common
+import torch
 
 from tinkex import AdamParams, Datum, ServiceClient
-
-if TYPE_CHECKING:
-    import torch
 
 PROMPT = "Name three planets in the solar system."
 
 
-def negative_log_likelihood(
-    data: list[Datum], logprobs: "list[torch.Tensor]"
-) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
-    """The mean negative log-likelihood, with its perplexity as a metric."""
-    loss = -sum(part.sum() for part in logprobs) / sum(part.numel() for part in logprobs)
-    return loss, {"custom_perplexity": loss.detach().exp()}
+def negative_log_likelihood(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    """The mean negative log-likelihood, with its perplexity as a metric; one tensor comes for each datum."""
+    loss = -torch.cat(logprobs).mean()
+    return loss, {"custom_perplexity": float(loss.detach().exp())}
 
 
 def main() -> None:

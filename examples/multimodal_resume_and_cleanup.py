@@ -50,8 +50,8 @@ def model_that_sees(service: ServiceClient) -> str | None:
 def sample_with_image(service: ServiceClient, model: str) -> None:
     """Ask a question about an image."""
     tokenizer = common.tokenizer_of(model)
-    kind = "png" if IMAGE.suffix.lower() == ".png" else "jpeg"
-    image = ImageChunk(data=IMAGE.read_bytes(), format=kind, expected_tokens=expected_tokens())
+    is_png = IMAGE.suffix.lower() == ".png"
+    image = ImageChunk(data=IMAGE.read_bytes(), format="png" if is_png else "jpeg", expected_tokens=expected_tokens())
     prompt = ModelInput.from_ints(tokenizer.encode("What is in this picture? ")).append(image)
     print(f"model {model}, image {IMAGE.name} ({len(image.data)} bytes)")
     sampler = service.create_sampling_client(base_model=model)

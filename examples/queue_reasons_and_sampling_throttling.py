@@ -33,7 +33,9 @@ def queue_reasons() -> None:
     events.attach("queue", [events.QUEUE_STATE_CHANGE], tell)
     logger = QueueStateLogger("Sampling")
     # Every request of a client is followed by such a tracker; here it is told by hand what a server would say.
-    tracker = QueueStateTracker([logger], {"sampling_session_id": "demo"})
+    tracker = QueueStateTracker(
+        [lambda state, reason: logger.on_queue_state_change(state, reason, name="demo-sampler")]
+    )
     tracker.heard("paused_rate_limit", "server says: running short on capacity")
     tracker.heard("paused_rate_limit", "server says: running short on capacity")  # no news: nobody is told
     tracker.heard("active")

@@ -20,6 +20,12 @@ from tinkex.types import QueueState
 
 MODES = ("builtin", "custom", "telemetry")
 MODE = common.text("OBSERVER_MODE", "builtin").lower()
+LOGGER = QueueStateLogger("Sampling")
+
+
+def builtin_observer(queue_state: QueueState, queue_state_reason: str | None) -> None:
+    """What clients do by themselves: a warning in the log, once a minute at most."""
+    LOGGER.on_queue_state_change(queue_state, queue_state_reason, name="rehearsal")
 
 
 def custom_observer(queue_state: QueueState, metadata: Mapping[str, Any]) -> None:
@@ -42,7 +48,10 @@ def main() -> None:
         events.attach("observer", [events.QUEUE_STATE_CHANGE], tell_event)
 
     common.section(f"Rehearsal ({MODE})")
-    tracker = QueueStateTracker([QueueStateLogger("Sampling"), observer], {"sampling_session_id": "rehearsal"})
+    logger = QueueStateLogger("Sampling")
+    tracker = QueueStateTracker(
+        [lambda state, reason: logger.on_queue_state_change(state, reason, name="you"), observer]
+    )
     changes = [tracker.heard("paused_capacity"), tracker.heard("paused_capacity"), tracker.heard("active")]
     common.proof(changes == [True, False, True], "observers are told of changes")
 

@@ -26,10 +26,10 @@ from tinkex.regularizers import (
 PROMPT = "The quick brown fox jumps over the lazy dog."
 
 
-def base_loss(data: Sequence[Datum], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Mapping[str, Any]]:
+def base_loss(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
     """The mean negative log-likelihood of all tokens."""
-    loss = -torch.cat(list(logprobs)).mean()
-    return loss, {"base_nll": loss.detach(), "base_perplexity": loss.detach().exp()}
+    loss = -torch.cat(logprobs).mean()
+    return loss, {"base_nll": float(loss.detach()), "base_perplexity": float(loss.detach().exp())}
 
 
 def uniform(data: Sequence[Datum]) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ PROMPT = common.text("TINKER_PROMPT", "Write a single sentence about telemetry."
 def main() -> None:
     """Report the beginning and the end of a sample."""
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    logging.getLogger("tinkex.server").setLevel(logging.WARNING)  # it is in this process, and would tell the same
     posts: list[str] = []
 
     def note(name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
@@ -33,7 +34,7 @@ def main() -> None:
         model = common.base_model(service)
         tokenizer = common.tokenizer_of(model)
         sampler = service.create_sampling_client(base_model=model)
-        reporter = telemetry.init(sampler.sampling_session_id, http.config, common.TelemetryPost(http))
+        reporter = telemetry.init(service.holder.session_id, http.config, common.TelemetryPost(http))
 
         logger = telemetry.attach_logger()
         events.attach("telemetry-posts", [events.HTTP_STOP], note)
