@@ -38,13 +38,15 @@ def expected_tokens() -> int | None:
 
 
 def model_that_sees(service: ServiceClient) -> str | None:
-    """A model that takes images: a preferred one, else one whose name says so."""
-    if named := common.text("TINKER_BASE_MODEL"):
-        return named
+    """A model that takes images: the one that is set or a preferred one, else any whose name says so."""
     offered = [name for name in service.get_server_capabilities().model_names() if name]
     known = [name for name in PREFERRED if name in offered]
-    by_name = [name for name in offered if any(word in name.lower() for word in SIGHTED)]
-    return next(iter(known + by_name), None)
+    by_name = [
+        name
+        for name in (common.text("TINKER_BASE_MODEL"), *known, *offered)
+        if any(word in name.lower() for word in SIGHTED)
+    ]
+    return next(iter(by_name), None)
 
 
 def sample_with_image(service: ServiceClient, model: str) -> None:

@@ -3,6 +3,7 @@
     python examples/run_all.py                     all of them, against the backend inside each process
     python examples/run_all.py sampling_basic      only those that are named
     python examples/run_all.py --from metrics_live --keep-going
+    python examples/run_all.py --list              what there is
 
 It stops at the first example that fails, with that example's status, unless told to keep going. Parts that were skipped
 are listed at the end; a skip that is not known beforehand is a failure. With TINKER_BASE_URL and TINKER_API_KEY the
@@ -10,6 +11,7 @@ examples run against a server; without, what they save goes into a directory tha
 """
 
 import argparse
+import ast
 import os
 import subprocess
 import sys
@@ -76,6 +78,12 @@ def known_skips() -> set[str]:
     if os.environ.get("TINKER_TELEMETRY", "").strip().lower() in {"0", "false", "no", "off"}:
         skips.add("telemetry_live")
     return skips
+
+
+def summary(name: str) -> str:
+    """What an example shows: the first line of what it says about itself."""
+    said = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text(encoding="utf-8"))) or ""
+    return said.partition("\n")[0]
 
 
 def duration(seconds: float) -> str:
@@ -160,7 +168,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="which examples; all by default")
     parser.add_argument("--from", dest="first", choices=ORDER, metavar="NAME", help="begin with this one")
     parser.add_argument("--keep-going", action="store_true", help="go on after an example that failed")
-    parser.add_argument("--list", action="store_true", help="print the names in their order, and run nothing")
+    parser.add_argument("--list", action="store_true", help="say what there is, in order, and run nothing")
     options = parser.parse_args()
     wanted = [name.removesuffix(".py").rpartition("/")[2] for name in options.names]
     if unknown := [name for name in wanted if name not in ORDER]:
@@ -168,7 +176,8 @@ def main() -> int:
     names = list(ORDER[ORDER.index(options.first) if options.first else 0 :])
     names = [name for name in names if not wanted or name in wanted]
     if options.list:
-        print("\n".join(names))
+        for name in names:
+            print(f"{name:<40}{summary(name)}")
         return 0
     with tempfile.TemporaryDirectory(prefix="tinkex-examples-") as scratch:
         environment = {"TINKEX_DATA_DIR": scratch, **os.environ, "TMPDIR": scratch}

@@ -269,6 +269,13 @@ def test_the_runner_stops_what_hangs_and_refuses_what_it_does_not_know(
     assert "there is no example 'nothing'" in capsys.readouterr().err
 
 
+def test_the_runner_says_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(module("run_all"), monkeypatch, "--list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(ROWS)
+    assert lines[0].split()[:4] == ["sampling_basic", "The", "first", "sample:"]
+
+
 @pytest.mark.parametrize(("seconds", "said"), [(0.2, "00:00"), (65, "01:05"), (3_725, "01:02:05")])
 def test_durations_are_written_as_a_clock_does(seconds: float, said: str) -> None:
     assert module("run_all").duration(seconds) == said
@@ -401,6 +408,20 @@ def test_an_example_that_has_nothing_to_show_really_stops(faulty: FaultyServer, 
     ended = play("kimi_k2_sampling_live", TINKER_BASE_URL=faulty.base_url)
     assert ended.status == 0
     assert ended.shown.strip() == "[skipped] moonshotai/Kimi-K2-Thinking is not among the models of this server"
+    assert not faulty.requests("create_sampling_session")
+
+
+@pytest.mark.covers("Q-28")
+def test_an_example_whose_tokenizer_cannot_be_had_stops_as_well(
+    faulty: FaultyServer, play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty.script("get_server_capabilities", Answer(500, headers={"x-should-retry": "false"}))  # so it is given a try
+    monkeypatch.setenv("HF_ENDPOINT", faulty.base_url)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ended = play("kimi_k2_sampling_live", TINKER_BASE_URL=faulty.base_url)
+    assert ended.status == 0, ended
+    assert "trying anyway" in ended.shown
+    assert "[skipped] the tokenizer of moonshotai/Kimi-K2-Thinking cannot be had: " in ended.shown
     assert not faulty.requests("create_sampling_session")
 
 
