@@ -74,7 +74,10 @@ def main() -> None:
     with RestClient(base_url=common.BASE_URL) as rest:
         path = common.text("TINKER_CHECKPOINT_PATH")
         if path:
-            types.ParsedCheckpointTinkerPath.from_tinker_path(path)  # says what is wrong with one that is none
+            try:
+                types.ParsedCheckpointTinkerPath.from_tinker_path(path)
+            except ValueError as error:
+                common.fail(f"TINKER_CHECKPOINT_PATH: {error}")
         else:
             path = first_listed(rest) or ""
             print(f"the first that can be downloaded: {path}" if path else "nothing to download: making a checkpoint")

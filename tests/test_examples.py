@@ -392,6 +392,12 @@ def test_a_form_is_sent_where_an_endpoint_is_named(faulty: FaultyServer, play: P
     assert b'filename="sample_upload.bin"' in faulty.requests("/upload")[-1].body
 
 
+def test_a_path_that_is_none_is_refused_in_words(faulty: FaultyServer, play: Play) -> None:
+    ended = play("checkpoint_download", TINKER_BASE_URL=faulty.base_url, TINKER_CHECKPOINT_PATH="models/mine")
+    assert ended.status == 1
+    assert "TINKER_CHECKPOINT_PATH: 'models/mine' is not a checkpoint path" in ended.said
+
+
 def test_samplers_of_checkpoints_must_all_come_about(faulty: FaultyServer, play: Play) -> None:
     paths = "tinker://r/sampler_weights/a, tinker://r/sampler_weights/b"
     where = {"TINKER_BASE_URL": faulty.base_url, "TINKER_CHECKPOINT_PATHS": paths}
