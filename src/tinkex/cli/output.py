@@ -8,11 +8,13 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -121,6 +123,13 @@ def printable(value: object) -> str:
     return "".join(char if char.isprintable() else " " for char in str(value))
 
 
+def print_text(text: str) -> None:
+    """Print text of several lines as it is; on a terminal without what would command it."""
+    if is_terminal():
+        text = "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+    click.echo(text)
+
+
 # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -180,69 +189,59 @@ class Column:
 def print_table(title: str, columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> None:
     """Print rows: as a table on a terminal, or as records where it is too narrow; tab-separated into a pipe."""
     cells = [[printable(value) for value in row] for row in rows]
-    click.echo(title)
+    click.echo(printable(title))
     if not is_terminal():
         for row in [[column.title for column in columns], *cells]:
             click.echo("\t".join(row))
         return
-    if not cells:
+    filled = [index for index in range(len(columns)) if any(row[index] for row in cells)]
+    if not filled:
         return
+    _print_on_terminal([columns[index] for index in filled], [[row[index] for index in filled] for row in cells])
+
+
+def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
-    if _narrowest(columns, cells) > console.width:
+    widths = [max(len(column.title), *(len(row[index]) for row in cells)) for index, column in enumerate(columns)]
+    least = [
+        min(width, NARROWEST_FOLD) if column.folds else width for width, column in zip(widths, columns, strict=True)
+    ]
+    if sum(least) + GAP * (len(columns) - 1) > console.width:
         for row in cells:
             click.echo()
             print_fields({column.title: value for column, value in zip(columns, row, strict=True)})
         return
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(
-            column.title,
-            overflow="fold",
-            no_wrap=not column.folds,
-            min_width=min(NARROWEST_FOLD, _width(columns, cells, column)) if column.folds else None,
-            justify="right" if column.right else "left",
-        )
-    from rich.text import Text
-
+    for column, width in zip(columns, least, strict=True):
+        justify: Literal["left", "right"] = "right" if column.right else "left"
+        table.add_column(column.title, overflow="fold", no_wrap=not column.folds, min_width=width, justify=justify)
     for row in cells:
         table.add_row(*(Text(value) for value in row))
     console.print(table)
 
 
-def _width(columns: Sequence[Column], cells: Sequence[Sequence[str]], column: Column) -> int:
-    index = list(columns).index(column)
-    return max(len(column.title), *(len(row[index]) for row in cells))
-
-
-def _narrowest(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> int:
-    widths = [_width(columns, cells, column) for column in columns]
-    least = [
-        min(width, NARROWEST_FOLD) if column.folds else width for width, column in zip(widths, columns, strict=True)
-    ]
-    return sum(least) + GAP * (len(columns) - 1)
-
-
 def print_fields(fields: Mapping[str, object]) -> None:
-    """Print labelled lines; on a terminal the values stand below each other, and long ones are folded."""
+    """Print labelled lines; on a terminal the values stand below each other.
+
+    Long text is broken between words, but no id or path is: it can be copied as it stands, for the terminal folds it.
+    """
     shown = {label: printable(value) for label, value in fields.items()}
     if not is_terminal():
         for label, value in shown.items():
             click.echo(f"{label}: {value}")
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    indent = max(map(len, shown), default=0) + GAP
+    room = max(NARROWEST_FOLD, shutil.get_terminal_size().columns - indent)
+    plain = "NO_COLOR" in os.environ
     for label, value in shown.items():
-        table.add_row(label, Text(value))
-    Console(highlight=False).print(table)
+        lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
+        name = label.ljust(indent)
+        if lines:
+            click.echo((name if plain else click.style(name, bold=True)) + f"\n{' ' * indent}".join(lines))
 
 
 def write_file(path: Path, text: str) -> None:

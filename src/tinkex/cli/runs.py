@@ -27,6 +27,8 @@ from tinkex.cli.output import (
     print_fields,
     print_json,
     print_table,
+    print_text,
+    printable,
     run_data,
     status,
     when,
@@ -167,7 +169,7 @@ def sample(
         else "\n\n".join(describe(number, sequence, tokenizer) for number, sequence in enumerate(response.sequences, 1))
     )
     if output is None:
-        click.echo(content)
+        print_text(content)
     else:
         write_file(Path(output), content + "\n")
     click.echo(f"Sampling complete ({len(response.sequences)} sequences)", err=json)
@@ -307,7 +309,7 @@ def info(run_id: str, access_scope: Any, as_json: bool, connection: Connection) 
     if as_json:
         print_json(data)
         return Outcome(data, found)
-    click.echo(f"{found.training_run_id} ({found.base_model})")
+    click.echo(printable(f"{found.training_run_id} ({found.base_model})"))
     fields: dict[str, object] = {"Owner": found.model_owner, "LoRA": "Yes" if found.is_lora else "No"}
     if found.lora_rank is not None:
         fields["Rank"] = found.lora_rank

@@ -37,7 +37,7 @@ def fetch(
     from tinkex.downloads import DownloadError, download_async
     from tinkex.futures import start
 
-    with transfer(f"Downloading {path}") as meter:
+    with transfer(f"Downloading {path.rpartition('/')[2][:30]}") as meter:
         future = start(download_async(rest, path, directory, force, meter, resume=resume))
         try:
             return wait(future)
@@ -223,11 +223,14 @@ def push_hf(
     as_json: bool,
     connection: Connection,
 ) -> Outcome:
-    """Put a checkpoint's adapter on the Hugging Face hub."""
+    """Put a checkpoint's adapter on the Hugging Face hub.
+
+    A download that was stopped begins anew; an upload does not send again what the hub has already.
+    """
     from tinkex.futures import start
     from tinkex.huggingface import push_checkpoint_adapter_async
 
-    with connection.rest() as rest, waiting(f"fetching {path} and putting it on the hub"):
+    with connection.rest() as rest, transfer("Downloading") as meter:
         pushing = push_checkpoint_adapter_async(
             rest,
             path,
@@ -240,6 +243,7 @@ def push_hf(
             ignore_patterns=list(ignore) or None,
             hf_token=hf_token,
             add_model_card=model_card,
+            progress=meter,
         )
         pushed = wait(start(pushing))
     data = {
