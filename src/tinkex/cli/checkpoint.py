@@ -368,7 +368,16 @@ def delete(
             chosen = [item.tinker_path for item in _of_run(rest, run_id) if _fits(item, kind, before, after)]
         if not yes and chosen and not _confirmed(chosen):
             click.echo("Aborted: nothing was deleted.", err=True)
-            return Outcome({"command": "checkpoint delete", "action": "cancelled", "paths": chosen})
+            cancelled = {
+                "command": "checkpoint delete",
+                "action": "cancelled",
+                "paths": chosen,
+                "deleted": 0,
+                "failed": 0,
+            }
+            if as_json:
+                print_json(cancelled)
+            return Outcome(cancelled)
         failures = list(_delete(rest, chosen, as_json))
     data = {
         "command": "checkpoint delete",

@@ -205,7 +205,7 @@ def check_server(config: Config) -> Iterator[Finding]:
         reply = wait(start(_capabilities(transport)), config.timeout + 1)
         spent = (dt.datetime.now(dt.UTC) - began).total_seconds()
         models = len(json.loads(reply.body).get("supported_models") or [])
-        found = f"{config.base_url} answers in {spent * 1000:.0f} ms and offers {models} models"
+        found = f"{config.base_url} answers in {spent * 1000:.0f} ms; models: {models}"
         yield Finding("server", "ok", found)
         yield _clock(reply, began + (dt.datetime.now(dt.UTC) - began) / 2)
     except (AuthenticationError, PermissionDeniedError) as error:

@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 REST_PATIENCE = 10.0
 """Seconds during which a request that fails for a passing reason is sent again: somebody sits and waits."""
-CHECKPOINT_FORM = "tinker://RUN/KIND/NAME"
+HINTS = {"pass api_key=…": "give --api-key", 'pass base_url="local"': "give --base-url local"} | {
+    'base_url="local"': "--base-url local",
+    "the api_key that was passed": "--api-key",
+}
 
 
 class CommandGroup(click.Group):
@@ -141,10 +144,16 @@ class Connection:
     def config(self, **settings: Any) -> Config:
         """The whole settings; ConfigurationError says what is missing."""
         from tinkex.config import Config
+        from tinkex.errors import ConfigurationError
 
         if self.timeout is not None:
             settings = {"first_contact_patience": min(REST_PATIENCE, self.timeout), **settings}
-        return Config.resolve(api_key=self.api_key, base_url=self.base_url, timeout=self.timeout, **settings)
+        try:
+            return Config.resolve(api_key=self.api_key, base_url=self.base_url, timeout=self.timeout, **settings)
+        except ConfigurationError as error:
+            for argument, option in HINTS.items():  # said in the words of programs
+                error.hint = error.hint and error.hint.replace(argument, option)
+            raise
 
     @contextmanager
     def session(self, **settings: Any) -> Iterator[Session]:

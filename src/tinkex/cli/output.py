@@ -5,14 +5,17 @@ Sizes and times are rounded for people. JSON has them whole: bytes, and times by
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -121,6 +124,13 @@ def printable(value: object) -> str:
     return "".join(char if char.isprintable() else " " for char in str(value))
 
 
+def print_text(text: str) -> None:
+    """Print text of several lines as it is; on a terminal without what would command it."""
+    if is_terminal():
+        text = "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+    click.echo(text)
+
+
 # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -168,6 +178,10 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
+def _is_styled() -> bool:
+    return not os.environ.get("NO_COLOR")
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table; only one that folds may be broken into lines, and nothing is ever cut off."""
@@ -180,79 +194,72 @@ class Column:
 def print_table(title: str, columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> None:
     """Print rows: as a table on a terminal, or as records where it is too narrow; tab-separated into a pipe."""
     cells = [[printable(value) for value in row] for row in rows]
-    click.echo(title)
+    click.echo(printable(title))
     if not is_terminal():
         for row in [[column.title for column in columns], *cells]:
             click.echo("\t".join(row))
         return
-    if not cells:
+    filled = [index for index in range(len(columns)) if any(row[index] for row in cells)]
+    if not filled:
         return
+    _print_on_terminal([columns[index] for index in filled], [[row[index] for index in filled] for row in cells])
+
+
+def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
-    if _narrowest(columns, cells) > console.width:
+    widths = [max(len(column.title), *(len(row[index]) for row in cells)) for index, column in enumerate(columns)]
+    least = [
+        min(width, NARROWEST_FOLD) if column.folds else width for width, column in zip(widths, columns, strict=True)
+    ]
+    if sum(least) + GAP * (len(columns) - 1) > console.width:
         for row in cells:
             click.echo()
             print_fields({column.title: value for column, value in zip(columns, row, strict=True)})
         return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(
-            column.title,
-            overflow="fold",
-            no_wrap=not column.folds,
-            min_width=min(NARROWEST_FOLD, _width(columns, cells, column)) if column.folds else None,
-            justify="right" if column.right else "left",
-        )
-    from rich.text import Text
-
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold" if _is_styled() else "")
+    for column, width in zip(columns, least, strict=True):
+        justify: Literal["left", "right"] = "right" if column.right else "left"
+        table.add_column(column.title, overflow="fold", no_wrap=not column.folds, min_width=width, justify=justify)
     for row in cells:
         table.add_row(*(Text(value) for value in row))
     console.print(table)
 
 
-def _width(columns: Sequence[Column], cells: Sequence[Sequence[str]], column: Column) -> int:
-    index = list(columns).index(column)
-    return max(len(column.title), *(len(row[index]) for row in cells))
-
-
-def _narrowest(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> int:
-    widths = [_width(columns, cells, column) for column in columns]
-    least = [
-        min(width, NARROWEST_FOLD) if column.folds else width for width, column in zip(widths, columns, strict=True)
-    ]
-    return sum(least) + GAP * (len(columns) - 1)
-
-
 def print_fields(fields: Mapping[str, object]) -> None:
-    """Print labelled lines; on a terminal the values stand below each other, and long ones are folded."""
+    """Print labelled lines; on a terminal the values stand below each other.
+
+    Long text is broken between words, but no id or path is: it can be copied as it stands, for the terminal folds it.
+    """
     shown = {label: printable(value) for label, value in fields.items()}
     if not is_terminal():
         for label, value in shown.items():
             click.echo(f"{label}: {value}")
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    indent = max(map(len, shown), default=0) + GAP
+    room = max(NARROWEST_FOLD, shutil.get_terminal_size().columns - indent)
     for label, value in shown.items():
-        table.add_row(label, Text(value))
-    Console(highlight=False).print(table)
+        lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
+        name = label.ljust(indent)
+        if lines:
+            click.echo((click.style(name, bold=True) if _is_styled() else name) + f"\n{' ' * indent}".join(lines))
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file, and the directories that it lies in; all of it or nothing."""
+    """Write a file, and the directories that it lies in; all of it or nothing, unless it is a device or a pipe."""
     path = path.expanduser()
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(text, encoding="utf-8")
+            return
         scratch.write_text(text, encoding="utf-8")
         os.replace(scratch, path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink()
         raise CommandError(f"{path} cannot be written: {error.strerror or error}", error) from None

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
-import tarfile
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,7 +34,7 @@ def fetch(
     from tinkex.downloads import DownloadError, download_async
     from tinkex.futures import start
 
-    with transfer(f"Downloading {path}") as meter:
+    with transfer(f"Downloading {path.rpartition('/')[2][:30]}") as meter:
         future = start(download_async(rest, path, directory, force, meter, resume=resume))
         try:
             return wait(future)
@@ -163,6 +160,8 @@ def _packer(output: Path) -> Packer:
 
 
 def _tar(directory: Path, files: list[str], made: Path, mode: Any) -> Path:
+    import tarfile
+
     with tarfile.open(made, mode) as archive:
         for file in files:
             archive.add(directory / file, file)
@@ -170,6 +169,8 @@ def _tar(directory: Path, files: list[str], made: Path, mode: Any) -> Path:
 
 
 def _zip(directory: Path, files: list[str], made: Path) -> Path:
+    import zipfile
+
     with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:  # weights do not get smaller
         for file in files:
             archive.write(directory / file, file)
@@ -223,11 +224,14 @@ def push_hf(
     as_json: bool,
     connection: Connection,
 ) -> Outcome:
-    """Put a checkpoint's adapter on the Hugging Face hub."""
+    """Put a checkpoint's adapter on the Hugging Face hub.
+
+    A download that was stopped begins anew; an upload does not send again what the hub has already.
+    """
     from tinkex.futures import start
     from tinkex.huggingface import push_checkpoint_adapter_async
 
-    with connection.rest() as rest, waiting(f"fetching {path} and putting it on the hub"):
+    with connection.rest() as rest, transfer("Downloading") as meter:
         pushing = push_checkpoint_adapter_async(
             rest,
             path,
@@ -240,6 +244,7 @@ def push_hf(
             ignore_patterns=list(ignore) or None,
             hf_token=hf_token,
             add_model_card=model_card,
+            progress=meter,
         )
         pushed = wait(start(pushing))
     data = {
@@ -281,6 +286,8 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
 
     A training client that is created from that path computes what PEFT computes with the adapter, and trains on.
     """
+    import sqlite3
+
     from tinkex.engine import EngineError
     from tinkex.local import default_data_dir, require_packages, resolve_models
 
