@@ -16,6 +16,7 @@ import common
 from tinkex import ModelInput, SamplingParams, ServiceClient, events
 from tinkex.limits import DispatchGate
 from tinkex.queue_states import QueueStateLogger, QueueStateTracker
+from tinkex.types import QueueState
 
 PROMPT = common.text("TINKER_PROMPT", "Hello from throttling + queue reasons!")
 BUDGET = 5 * 1024 * 1024
@@ -32,10 +33,12 @@ def queue_reasons() -> None:
 
     events.attach("queue", [events.QUEUE_STATE_CHANGE], tell)
     logger = QueueStateLogger("Sampling")
+
+    def warn(queue_state: QueueState, queue_state_reason: str | None) -> None:
+        logger.on_queue_state_change(queue_state, queue_state_reason, name="demo-sampler")
+
     # Every request of a client is followed by such a tracker; here it is told by hand what a server would say.
-    tracker = QueueStateTracker(
-        [lambda state, reason: logger.on_queue_state_change(state, reason, name="demo-sampler")]
-    )
+    tracker = QueueStateTracker([warn])
     tracker.heard("paused_rate_limit", "server says: running short on capacity")
     tracker.heard("paused_rate_limit", "server says: running short on capacity")  # no news: nobody is told
     tracker.heard("active")

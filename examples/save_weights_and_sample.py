@@ -2,7 +2,8 @@
 
 Run it:  python examples/save_weights_and_sample.py
 Settings: TINKER_PROMPT, TINKER_MAX_TOKENS (32), TINKER_LORA_RANK (8), TINKER_SAVE_TTL_SECONDS (a checkpoint with a name
-that expires after so many seconds, instead of a sampler that lives as long as the session); where to go: see common.py.
+that expires after so many seconds, 3600 or more, instead of a sampler that lives as long as the session); where to go:
+see common.py.
 """
 
 import common
