@@ -94,8 +94,6 @@ from tinkex.cli.main import main
 atexit.register(lambda: print(*sys.modules))
 main()
 """
-    "import sys; from tinkex.cli.main import main; import atexit; atexit.register(lambda: print(*sys.modules)); main()"
-)
 
 
 @pytest.mark.parametrize(

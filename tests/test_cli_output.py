@@ -256,7 +256,7 @@ def test_a_transfer_without_a_terminal_says_now_and_then_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("tinkex.cli.progress.time.monotonic", lambda: clock[0])
     with transfer("Downloading it") as meter:
         for second in range(13):
             clock[0] = float(second)
