@@ -324,6 +324,27 @@ def test_a_model_whose_session_ends_while_it_is_made_is_dropped(tmp_path: Path) 
         assert refused.status in (404, 410)
 
 
+def test_a_run_let_go_while_its_state_is_written_is_no_error(
+    fake_service: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, gone = threading.Event(), threading.Event()
+
+    def write_results(path: Path, promises: object) -> None:
+        begun.set()
+        assert gone.wait(10)
+        path.write_bytes(b"")  # the directory is not there any more
+
+    service = fake_service()
+    path = service.create_lora_training_client("fake", rank=4).save_state("s").result(10).path
+    monkeypatch.setattr("tinkex.server.submission._write_results", write_results)
+    client = service.create_training_client_from_state(path)
+    assert begun.wait(10)
+    client.unload_model()
+    gone.set()
+    service.close().result(10)
+    assert "could not be put on disk" not in caplog.text
+
+
 def test_nameless_samplers_beyond_the_limit_go_to_disk_and_come_back(fake_service: Make, tmp_path: Path) -> None:
     engine = FakeEngine()
     service = fake_service(engine, limits=Limits(snapshots=2))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tinkex.downloads import DownloadError, download_async
+from tinkex.downloads import DownloadError, Progress, download_async
 from tinkex.errors import APIConnectionError, APITimeoutError, ConfigurationError, RequestFailedError, TinkerError
 from tinkex.futures import start
 from tinkex.hub import HTTP_TIMEOUT_MS, endpoint_of, resolve_token
@@ -67,6 +67,7 @@ async def push_checkpoint_adapter_async(
     add_model_card: bool = True,
     endpoint: str | None = None,
     http_timeout_ms: int = HTTP_TIMEOUT_MS,
+    progress: Progress | None = None,
 ) -> Pushed:
     """Put a checkpoint's adapter on the hub.
 
@@ -84,6 +85,7 @@ async def push_checkpoint_adapter_async(
         add_model_card: Write a README.md where the checkpoint has none.
         endpoint: The hub's address; HF_ENDPOINT by default.
         http_timeout_ms: How long the hub may be silent.
+        progress: Is told how far the download of the checkpoint is.
 
     Raises:
         HubError: The path, the token or the files are not as they should be, or the repository is another's.
@@ -103,7 +105,7 @@ async def push_checkpoint_adapter_async(
     info = await rest_client.get_weights_info_by_tinker_path_async(tinker_path)
     with tempfile.TemporaryDirectory(prefix="tinkex-push-") as scratch:
         try:
-            directory = (await download_async(rest_client, tinker_path, scratch)).destination
+            directory = (await download_async(rest_client, tinker_path, scratch, progress=progress)).destination
         except DownloadError as error:
             raise HubError(error.message) from error
         await asyncio.to_thread(_prepare, directory, info)

@@ -292,7 +292,8 @@ async def _enforce(state: State, live: LiveRun, number: int) -> None:
         await asyncio.to_thread(_write_results, written / "results.log", wanted)
         await asyncio.to_thread(_put_in_force, written, final)
     except (OSError, EngineError):
-        logger.exception("the state of %s could not be put on disk; its journal stays", live.run.model_id)
+        if directory.exists():  # else the run was let go meanwhile, and there is nothing to keep
+            logger.exception("the state of %s could not be put on disk; its journal stays", live.run.model_id)
         return
     for key in covered:
         if key in live.recent and live.recent[key].read:
