@@ -176,9 +176,9 @@ def turned_heads(
     heads, groups, _ = sizes
     heads_THC = qkv_TN.view(qkv_TN.shape[0], sum(sizes), -1)
     if norms is None and turn is not None:  # queries and keys turn together
-        q, k = rotate(heads_THC[:, : heads + groups], *turn).split([heads, groups], dim=1)
+        q, k = torch.split(rotate(heads_THC[:, : heads + groups], *turn), [heads, groups], dim=1)
         return q, k, heads_THC[:, heads + groups :]
-    q, k, v = heads_THC.split(list(sizes), dim=1)
+    q, k, v = torch.split(heads_THC, list(sizes), dim=1)
     if norms is not None:
         q, k = norm(q, norms[0], eps), norm(k, norms[1], eps)
     if turn is not None:
