@@ -1,7 +1,7 @@
 """Builds the documentation site: the pages of docs/ beside pages made of the code. `make docs` runs it.
 
-`zensical.toml` is the configuration. Everything is put together in build/docs and built from there into site/, in strict
-mode: a link, an anchor or a name that leads nowhere ends the build.
+`zensical.toml` is the configuration. Everything is put together in build/docs and built from there into site/, in
+strict mode: a link, an anchor or a name that leads nowhere ends the build.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OTHERS = {
 }
 """Pages that are not kept in docs/, and what they are called on the site; the README leads to the site's first page."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s#]*)(#[^()\s]*)?\)")
-FENCE = re.compile(r"^(```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 
 
 # ── pages made of the code ───────────────────────────────────────────────────────────────────────────────────────────
@@ -81,9 +81,10 @@ def endpoints_page() -> str:
     lines = [
         "# Endpoints",
         "",
-        f"Made of `tinkex.protocol.OPERATIONS`, the table that the client calls and the server routes. Paths begin with `{PREFIX}/`.",
-        "Where there is a result, the answer is a receipt, and the result is fetched with `retrieve_future`. What is in a request or an",
-        "answer: [types](types.md); how it goes together: [wire protocol](../wire-protocol.md). A server describes itself at `/openapi.json`.",
+        "Made of `tinkex.protocol.OPERATIONS`, the table that the client calls and the server routes. Paths begin with",
+        f"`{PREFIX}/`. Where there is a result, the answer is a receipt, and the result is fetched with",
+        "`retrieve_future`. What is in a request or an answer: [types](types.md); how it goes together:",
+        "[wire protocol](../wire-protocol.md). A server describes itself at `/openapi.json`.",
         "",
         "| operation | method and path | request | answer | result |",
         "|---|---|---|---|---|",
@@ -109,7 +110,7 @@ def environment_page() -> str:
         "|---|---|",
         *(f"| `{variable}` | `{field}` |" for field, variable in sorted(fields.items(), key=lambda item: item[1])),
         "| `TINKEX_POLL_BACKOFF` | `poll_backoff`: `1` or `exponential` |",
-        "| `TINKEX_POOL_SIZE`, `TINKEX_POOL_COUNT` | `pool_sizes`: connections for sampling, and by how much they are multiplied |",
+        "| `TINKEX_POOL_SIZE`, `TINKEX_POOL_COUNT` | `pool_sizes`: connections for sampling, times so many |",
         "| `TINKEX_HTTP_CLIENT` | `http_client`: `module:callable` |",
         "",
         "Of the server and the embedded backend:",
@@ -120,8 +121,9 @@ def environment_page() -> str:
         "| `TINKEX_SERVER_API_KEY` | one key that the server takes, besides those of `tinkex key create` |",
         "| `TINKEX_HUB_CACHE` | `0`: do not put tokenizers into the Hugging Face cache |",
         "",
-        "Of Hugging Face, read by tokenizers, model downloads and uploads: `HF_TOKEN` or `HUGGING_FACE_HUB_TOKEN`, `HF_HOME`, `HF_TOKEN_PATH`,",
-        "`HF_HUB_OFFLINE`. A variable whose name begins with `OTEL_` switches on the server's spans where OpenTelemetry is installed.",
+        "Of Hugging Face, read by tokenizers, model downloads and uploads: `HF_TOKEN` or `HUGGING_FACE_HUB_TOKEN`,",
+        "`HF_HOME`, `HF_TOKEN_PATH`, `HF_HUB_OFFLINE`. A variable whose name begins with `OTEL_` switches on the",
+        "server's spans where OpenTelemetry is installed.",
         "",
     ]
     return "\n".join(lines)
@@ -164,7 +166,7 @@ def pages() -> dict[str, Path]:
 
 
 def relinked(text: str, name: str, source: Path) -> str:
-    """A page with its links made for its place on the site; a link to a file that is no page there becomes plain text."""
+    """A page with its links made for its place on the site; a link to a file that is no page there becomes text."""
     homes = {path.resolve(): other for other, path in pages().items()}
     homes |= {(ROOT / place).resolve(): other for place, other in OTHERS.items()}
     made = {(ROOT / "docs" / other).resolve(): other for other in MADE}
@@ -233,7 +235,9 @@ def stage() -> Path:
     missing = [name for name in listed(nav) if "*" not in name and name not in kept and name not in MADE]
     if missing:
         sys.exit(f"zensical.toml: the navigation names pages that are not there: {', '.join(missing)}")
-    text = re.sub(r"^nav = \[\n.*?^\]\n", lambda _: f"nav = {navigation(nav, kept)}\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^nav = \[\n.*?^\]\n", lambda _: f"nav = {navigation(nav, kept)}\n", text, flags=re.DOTALL | re.MULTILINE
+    )
     text = text.replace('["src"]', json.dumps([str(ROOT / "src")]))
     text = text.replace('["tools/examples.py"]', json.dumps([str(ROOT / "tools" / "examples.py")]))
     config = STAGE.parent / "zensical.toml"
