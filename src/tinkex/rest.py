@@ -220,6 +220,9 @@ class RestClient(_Client):
         Args:
             training_run_id: The run.
             access_scope: "owned" for one's own runs, "accessible" for all that one may see; None leaves it open.
+
+        Returns:
+            A future of the run.
         """
         return self._get_training_run("get_training_run", training_run_id, access_scope)
 
@@ -232,7 +235,18 @@ class RestClient(_Client):
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope | None = "owned"
     ) -> Future[TrainingRun]:
-        """Look up the training run that a checkpoint belongs to."""
+        """Look up the training run that a checkpoint belongs to.
+
+        Args:
+            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
+            access_scope: "owned" for one's own, "accessible" for all that one may see; None leaves it open.
+
+        Returns:
+            A future of the run.
+
+        Raises:
+            ValueError: The path is malformed.
+        """
         run = _checkpoint(tinker_path)["training_run_id"]
         return self._get_training_run("get_training_run_by_tinker_path", run, access_scope)
 
@@ -260,6 +274,9 @@ class RestClient(_Client):
             offset: How many to pass over.
             access_scope: "owned" or "accessible".
             project_id: Only the runs of this project.
+
+        Returns:
+            A future of a page of runs; its cursor says how many there are in all.
         """
         query = {"limit": limit, "offset": offset, **_scope(access_scope), "project_id": project_id}
         return self._call("list_training_runs", protocol.LIST_TRAINING_RUNS, query=query)
@@ -277,7 +294,14 @@ class RestClient(_Client):
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> Future[WeightsInfoResponse]:
-        """What a checkpoint holds; the server judges the path."""
+        """What a checkpoint holds; the server judges the path.
+
+        Args:
+            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future of the base model, the rank and what was trained.
+        """
         request = WeightsInfoRequest(tinker_path=tinker_path)
         return self._call("get_weights_info_by_tinker_path", protocol.WEIGHTS_INFO, request)
 
@@ -286,7 +310,14 @@ class RestClient(_Client):
         return await self.get_weights_info_by_tinker_path(tinker_path)
 
     def list_checkpoints(self, training_run_id: ModelID) -> Future[CheckpointsListResponse]:
-        """List the checkpoints of a training run."""
+        """List the checkpoints of a training run.
+
+        Args:
+            training_run_id: The run.
+
+        Returns:
+            A future of the checkpoints.
+        """
         path = {"training_run_id": _part("training_run_id", training_run_id)}
         return self._call("list_checkpoints", protocol.LIST_CHECKPOINTS, path=path)
 
@@ -295,7 +326,15 @@ class RestClient(_Client):
         return await self.list_checkpoints(training_run_id)
 
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> Future[CheckpointsListResponse]:
-        """List the checkpoints of all one's training runs, a page at a time."""
+        """List the checkpoints of all one's training runs, a page at a time.
+
+        Args:
+            limit: How many to give at most.
+            offset: How many to pass over.
+
+        Returns:
+            A future of a page of checkpoints, newest first.
+        """
         query = {"limit": limit, "offset": offset}
         return self._call("list_user_checkpoints", protocol.LIST_USER_CHECKPOINTS, query=query)
 
@@ -305,6 +344,12 @@ class RestClient(_Client):
 
     def get_external_weights_urls(self, tinker_path: str) -> Future[ExternalWeightsUrlsResponse]:
         """Signed addresses of the files of an exported checkpoint.
+
+        Args:
+            tinker_path: The export's path, `tinker://RUN/external_weights/NAME`.
+
+        Returns:
+            A future of an address for each file, good for a while and without the key.
 
         Raises:
             ValueError: The path is malformed, or not of an exported checkpoint.
@@ -334,6 +379,9 @@ class RestClient(_Client):
             checkpoint_id: `<kind>/<name>`, when the first argument is a run.
             max_retries: How many times to ask in all; only the answer "still packing" (503) is worth another try.
             retry_delay: Seconds between one try and the next.
+
+        Returns:
+            A future of the address and when it expires.
 
         Raises:
             ValueError: The checkpoint is malformed, or `max_retries` is less than one.
@@ -402,6 +450,12 @@ class RestClient(_Client):
         Args:
             training_run_id: The run, or the whole `tinker://` path of a checkpoint.
             checkpoint_id: `<kind>/<name>`, when the first argument is a run.
+
+        Returns:
+            A future that is done when it is gone.
+
+        Raises:
+            ValueError: The checkpoint is malformed.
         """
         path = _checkpoint(training_run_id, checkpoint_id)
         return self._call("delete_checkpoint", protocol.DELETE_CHECKPOINT, path=path)
@@ -411,7 +465,17 @@ class RestClient(_Client):
         await self.delete_checkpoint(training_run_id, checkpoint_id)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        """Delete a checkpoint for good."""
+        """Delete a checkpoint for good.
+
+        Args:
+            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future that is done when it is gone.
+
+        Raises:
+            ValueError: The path is malformed.
+        """
         path = _checkpoint(tinker_path)
         return self._call("delete_checkpoint_from_tinker_path", protocol.DELETE_CHECKPOINT, path=path)
 
@@ -420,7 +484,18 @@ class RestClient(_Client):
         await self.delete_checkpoint_from_tinker_path(tinker_path)
 
     def publish_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> Future[None]:
-        """Let everyone use a checkpoint; the arguments are those of `delete_checkpoint`."""
+        """Let everyone use a checkpoint.
+
+        Args:
+            training_run_id: The run, or the whole `tinker://` path of a checkpoint.
+            checkpoint_id: `<kind>/<name>`, when the first argument is a run.
+
+        Returns:
+            A future that is done when it is public.
+
+        Raises:
+            ValueError: The checkpoint is malformed.
+        """
         path = _checkpoint(training_run_id, checkpoint_id)
         return self._call("publish_checkpoint", protocol.PUBLISH_CHECKPOINT, path=path)
 
@@ -429,7 +504,17 @@ class RestClient(_Client):
         await self.publish_checkpoint(training_run_id, checkpoint_id)
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        """Let everyone use a checkpoint."""
+        """Let everyone use a checkpoint.
+
+        Args:
+            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future that is done when it is public.
+
+        Raises:
+            ValueError: The path is malformed.
+        """
         path = _checkpoint(tinker_path)
         return self._call("publish_checkpoint_from_tinker_path", protocol.PUBLISH_CHECKPOINT, path=path)
 
@@ -438,7 +523,18 @@ class RestClient(_Client):
         await self.publish_checkpoint_from_tinker_path(tinker_path)
 
     def unpublish_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> Future[None]:
-        """Keep a published checkpoint to oneself again; the arguments are those of `delete_checkpoint`."""
+        """Keep a published checkpoint to oneself again.
+
+        Args:
+            training_run_id: The run, or the whole `tinker://` path of a checkpoint.
+            checkpoint_id: `<kind>/<name>`, when the first argument is a run.
+
+        Returns:
+            A future that is done when it is private.
+
+        Raises:
+            ValueError: The checkpoint is malformed.
+        """
         path = _checkpoint(training_run_id, checkpoint_id)
         return self._call("unpublish_checkpoint", protocol.UNPUBLISH_CHECKPOINT, path=path)
 
@@ -447,7 +543,17 @@ class RestClient(_Client):
         await self.unpublish_checkpoint(training_run_id, checkpoint_id)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        """Keep a published checkpoint to oneself again."""
+        """Keep a published checkpoint to oneself again.
+
+        Args:
+            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future that is done when it is private.
+
+        Raises:
+            ValueError: The path is malformed.
+        """
         path = _checkpoint(tinker_path)
         return self._call("unpublish_checkpoint_from_tinker_path", protocol.UNPUBLISH_CHECKPOINT, path=path)
 
@@ -456,7 +562,18 @@ class RestClient(_Client):
         await self.unpublish_checkpoint_from_tinker_path(tinker_path)
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> Future[None]:
-        """Let a checkpoint expire after so many seconds from now; None keeps it for good."""
+        """Let a checkpoint expire after so many seconds from now; None keeps it for good.
+
+        Args:
+            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
+            ttl_seconds: Seconds from now; None for no expiry.
+
+        Returns:
+            A future that is done when it is on record.
+
+        Raises:
+            ValueError: The path is malformed, or the time no positive whole number.
+        """
         path, request = _checkpoint(tinker_path), SetCheckpointTtlRequest(ttl_seconds=_ttl(ttl_seconds))
         return self._call("set_checkpoint_ttl_from_tinker_path", protocol.SET_CHECKPOINT_TTL, request, path=path)
 
@@ -479,6 +596,9 @@ class RestClient(_Client):
             destination_project_id: The project; TINKER_PROJECT_ID by default.
             ttl_seconds: Seconds after which the copy expires; never by default.
             weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+
+        Returns:
+            A future of the copy's path.
 
         Raises:
             ValueError: Nothing names a project.
@@ -513,7 +633,15 @@ class RestClient(_Client):
     # ── sessions and samplers ────────────────────────────────────────────────────────────────────────────────────
 
     def get_session(self, session_id: str, access_scope: AccessScope | None = "owned") -> Future[GetSessionResponse]:
-        """The training runs and samplers of a session."""
+        """The training runs and samplers of a session.
+
+        Args:
+            session_id: The session.
+            access_scope: "owned" for one's own, "accessible" for all that one may see; None leaves it open.
+
+        Returns:
+            A future of their ids.
+        """
         path = {"session_id": _part("session_id", session_id)}
         return self._call("get_session", protocol.GET_SESSION, path=path, query=_scope(access_scope))
 
@@ -526,7 +654,16 @@ class RestClient(_Client):
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope | None = "owned"
     ) -> Future[ListSessionsResponse]:
-        """List the ids of sessions, a page at a time."""
+        """List the ids of sessions, a page at a time.
+
+        Args:
+            limit: How many to give at most.
+            offset: How many to pass over.
+            access_scope: "owned" for one's own, "accessible" for all that one may see; None leaves it open.
+
+        Returns:
+            A future of a page of ids.
+        """
         query = {"limit": limit, "offset": offset, **_scope(access_scope)}
         return self._call("list_sessions", protocol.LIST_SESSIONS, query=query)
 
@@ -537,7 +674,15 @@ class RestClient(_Client):
         return await self.list_sessions(limit, offset, access_scope)
 
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
-        """Move a session, with its runs and samplers, into a project."""
+        """Move a session, with its runs and samplers, into a project.
+
+        Args:
+            session_id: The session.
+            project_id: The project.
+
+        Returns:
+            A future that is done when it has been moved.
+        """
         path = {"session_id": _part("session_id", session_id)}
         request = AssignSessionProjectRequest(project_id=project_id)
         return self._call("assign_session_project", protocol.ASSIGN_SESSION_PROJECT, request, path=path)
@@ -552,6 +697,9 @@ class RestClient(_Client):
         Args:
             session_id: The session.
             poll_seconds: Seconds between one look at how far it is and the next.
+
+        Returns:
+            A future of the address.
 
         Raises:
             RuntimeError: The future's, when the trace could not be made.
@@ -584,6 +732,12 @@ class RestClient(_Client):
         """Search sessions, newest first. Experimental: it may change in any release.
 
         A page's `next_cursor` is the next request's `cursor`; the last page has none.
+
+        Args:
+            request: What to look for, and from where on.
+
+        Returns:
+            A future of a page of sessions.
         """
         _warn_experimental("search_sessions")
         return self._call("search_sessions", protocol.SEARCH_SESSIONS, request)
@@ -594,7 +748,14 @@ class RestClient(_Client):
         return _value(self._call("search_sessions", protocol.SEARCH_SESSIONS, request))
 
     def get_sampler(self, sampler_id: str) -> Future[GetSamplerResponse]:
-        """What a sampler samples from."""
+        """What a sampler samples from.
+
+        Args:
+            sampler_id: The sampling session's id.
+
+        Returns:
+            A future of its base model and, where there is one, its checkpoint.
+        """
         return self._call("get_sampler", protocol.GET_SAMPLER, path={"sampler_id": _part("sampler_id", sampler_id)})
 
     async def get_sampler_async(self, sampler_id: str) -> GetSamplerResponse:
@@ -689,6 +850,12 @@ class AdminClient(_Client):
         Args:
             event_type: "all", "checkpoints", "projects", "teams" or "organizations".
             day: The day, from midnight to midnight UTC; today by default.
+
+        Returns:
+            A future of the day's events.
+
+        Raises:
+            ValueError: There is no such kind of events, or the day is no date.
         """
         return self._audit_log(event_type, day)
 
@@ -706,6 +873,12 @@ class AdminClient(_Client):
         Args:
             starting_on: The first hour: a datetime, or text such as `2026-07-13T00:00:00Z`; UTC if no zone is given.
             ending_before: The hour after the last one; at most 14 days later.
+
+        Returns:
+            A future of what was used, by hour.
+
+        Raises:
+            ValueError: A time cannot be read.
         """
         return self._billing_usage(starting_on, ending_before)
 
@@ -718,7 +891,14 @@ class AdminClient(_Client):
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> Future[CurrentCheckpointStorageUsageResponse]:
-        """What checkpoints take up now, in one project or in all."""
+        """What checkpoints take up now, in one project or in all.
+
+        Args:
+            project_id: The project; all by default.
+
+        Returns:
+            A future of what each checkpoint takes up.
+        """
         return self._storage_usage(project_id)
 
     async def get_current_checkpoint_storage_usage_async(
