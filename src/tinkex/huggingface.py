@@ -43,7 +43,16 @@ class Pushed:
 
 
 def push_checkpoint_adapter(rest_client: RestClient, tinker_path: str, **options: Any) -> Pushed:
-    """Put a checkpoint's adapter on the hub; takes what `push_checkpoint_adapter_async` takes."""
+    """Put a checkpoint's adapter on the hub; takes what `push_checkpoint_adapter_async` takes.
+
+    Args:
+        rest_client: Looks the checkpoint up.
+        tinker_path: The checkpoint.
+        options: As `push_checkpoint_adapter_async` has them.
+
+    Returns:
+        Where it is now.
+    """
     return start(push_checkpoint_adapter_async(rest_client, tinker_path, **options)).result()
 
 
@@ -77,6 +86,9 @@ async def push_checkpoint_adapter_async(
         hf_token: The token; see `tinkex.hub.resolve_token`.
         add_model_card: Write a README.md where the checkpoint has none.
         endpoint: The hub's address; HF_ENDPOINT by default.
+
+    Returns:
+        Where it is now.
 
     Raises:
         HubError: The path, the token or the files are not as they should be, or the repository is another's.

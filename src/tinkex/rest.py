@@ -897,7 +897,7 @@ class AdminClient(_Client):
             project_id: The project; all by default.
 
         Returns:
-            A future of what each checkpoint takes up.
+            A future of count and bytes, by project and owner.
         """
         return self._storage_usage(project_id)
 

@@ -34,6 +34,13 @@ def events() -> list[str]:
 def attach_logger(handler_id: str | None = None, level: str | int = "info") -> str:
     """Write a line to the log "tinkex" for every such event; the id is what `detach` takes.
 
+    Args:
+        handler_id: A name for the logger; one is made up by default.
+        level: The level of the lines.
+
+    Returns:
+        The id.
+
     Raises:
         ValueError: There is no such level, or the id is taken.
     """
@@ -46,7 +53,14 @@ def attach_logger(handler_id: str | None = None, level: str | int = "info") -> s
 
 
 def detach(handler_id: str) -> bool:
-    """Stop a logger; False when there is none of this id."""
+    """Stop a logger; False when there is none of this id.
+
+    Args:
+        handler_id: What `attach_logger` gave.
+
+    Returns:
+        Whether there was one.
+    """
     return bus.detach(handler_id)
 
 
