@@ -7,6 +7,7 @@ strict mode: a link, an anchor or a name that leads nowhere ends the build.
 from __future__ import annotations
 
 import argparse
+import html
 import inspect
 import json
 import os
@@ -69,7 +70,7 @@ def commands_page() -> str:
         records = [record for option in command.params if (record := option.get_help_record(context))]
         if records:
             lines += ["| option | |", "|---|---|"]
-            lines += [f"| `{option.replace('|', chr(92) + '|')}` | {_cell(meaning)} |" for option, meaning in records]
+            lines += [f"| <code>{_plain(option)}</code> | {_cell(meaning)} |" for option, meaning in records]
             lines.append("")
     return "\n".join(lines)
 
@@ -143,11 +144,14 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Text that is nothing but text in a table's cell; what is in backquotes is left alone."""
-    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
-    return "".join(
-        part.replace("|", "\\|") if part.startswith("`") else re.sub(r"([|*_<>\[\]])", r"\\\1", part) for part in parts
-    )
+    """Text that is nothing but text in a table's cell; what is in backquotes is code."""
+    parts = re.split(r"`([^`]*)`", " ".join(text.split()))
+    return "".join(f"<code>{_plain(part)}</code>" if index % 2 else _plain(part) for index, part in enumerate(parts))
+
+
+def _plain(text: str) -> str:
+    """Text in which nothing means anything to Markdown or HTML."""
+    return re.sub(r"[|*_\[\]`\\]", lambda found: f"&#{ord(found[0])};", html.escape(text, quote=False))
 
 
 def _kind(kind: type[Any] | None) -> str:
