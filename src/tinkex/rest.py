@@ -85,12 +85,20 @@ class _Client:
     """What both clients are: a transport, their own or a session's, and a way to call over it."""
 
     def __init__(
-        self, _session: Session | None = None, *, base_url: str | None = None, api_key: str | None = None
+        self,
+        _session: Session | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: Config | None = None,
     ) -> None:
         if _session is not None and (base_url is not None or api_key is not None):
             raise ValueError(f"{type(self).__name__} takes a session or base_url and api_key, not both")
+        if config is not None and (_session is not None or base_url is not None or api_key is not None):
+            raise ValueError(f"{type(self).__name__} takes a config or the other arguments, not both")
         self._session = _session
-        self._config = _session.config if _session else Config.resolve(base_url=base_url, api_key=api_key)
+        known = _session.config if _session else config
+        self._config = known or Config.resolve(base_url=base_url, api_key=api_key)
         self._own: Transport | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -200,9 +208,10 @@ class RestClient(_Client):
     """Training runs, checkpoints and sessions: look them up, share them, copy them, let them expire.
 
     Args:
-        _session: The session of a ServiceClient whose connections to use; instead of the other two.
+        _session: The session of a ServiceClient whose connections to use; instead of the others.
         base_url: The server; TINKER_BASE_URL by default.
         api_key: The key; TINKER_API_KEY by default.
+        config: All settings at once, in place of these.
 
     Example:
         >>> rest = RestClient()  # doctest: +SKIP
@@ -675,9 +684,10 @@ class AdminClient(_Client):
     """What an organization's administrators may see: what was done, and what was used.
 
     Args:
-        _session: The session of a ServiceClient whose connections to use; instead of the other two.
+        _session: The session of a ServiceClient whose connections to use; instead of the others.
         base_url: The server; TINKER_BASE_URL by default.
         api_key: The key; TINKER_API_KEY by default.
+        config: All settings at once, in place of these.
 
     Example:
         >>> usage = AdminClient().get_billing_usage("2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z")  # doctest: +SKIP
