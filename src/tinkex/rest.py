@@ -56,7 +56,10 @@ from tinkex.types.sessions import (
     AssignSessionProjectRequest,
     ClientConfigRequest,
     ClientConfigResponse,
+    ClientSessionFinishReasonType,
     Empty,
+    FinishReason,
+    FinishSessionRequest,
     GetSessionResponse,
     ListSessionsResponse,
     SessionSearchRequest,
@@ -544,6 +547,29 @@ class RestClient(_Client):
     ) -> ListSessionsResponse:
         """Like `list_sessions`."""
         return await self.list_sessions(limit, offset, access_scope)
+
+    def finish_session(
+        self, session_id: str, reason: ClientSessionFinishReasonType = "success", detail: str | None = None
+    ) -> Future[None]:
+        """Finish a session that a program has left open.
+
+        Args:
+            session_id: The session.
+            reason: "success", "errored" or "interrupted".
+            detail: What else there is to say of its end.
+        """
+        if reason not in get_args(ClientSessionFinishReasonType):
+            allowed = ", ".join(get_args(ClientSessionFinishReasonType))
+            raise ValueError(f"reason is {reason!r}; expected one of {allowed}")
+        path = {"session_id": _part("session_id", session_id)}
+        request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)
+        return self._call("finish_session", protocol.FINISH_SESSION, request, path=path)
+
+    async def finish_session_async(
+        self, session_id: str, reason: ClientSessionFinishReasonType = "success", detail: str | None = None
+    ) -> None:
+        """Like `finish_session`."""
+        await self.finish_session(session_id, reason, detail)
 
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
         """Move a session, with its runs and samplers, into a project."""
