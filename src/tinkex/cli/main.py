@@ -17,6 +17,7 @@ from tinkex.cli.results import Invocation, Outcome, Result, invocation_of
 COMMANDS = {
     "auth": ("tinkex.cli.auth:auth", "Log in and out, and see who the key belongs to."),
     "billing": ("tinkex.cli.billing:billing", "What was used, and what checkpoints take up."),
+    "chat": ("tinkex.cli.chat:chat", "Talk to a model or a checkpoint."),
     "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Save, list, share, fetch and compare checkpoints."),
     "completion": ("tinkex.cli.completion:completion", "Print a script that completes commands in your shell."),
     "demo": ("tinkex.cli.demo:demo", "Watch a small model learn to add, on this machine."),
@@ -26,10 +27,11 @@ COMMANDS = {
     "run": ("tinkex.cli.runs:run", "Sample from a model; list and look up training runs."),
     "serve": ("tinkex.cli.serve:serve", "Serve models on this machine to any Tinker client."),
     "session": ("tinkex.cli.sessions:session", "List, look up and finish sessions."),
+    "train": ("tinkex.cli.train:train", "Fine-tune a model on a file of examples."),
     "version": ("tinkex.cli.versions:version", "Which version this is."),
 }
-WITHOUT_FORMAT = {"completion", "demo", "serve"}
-"""Commands whose output has one form only."""
+WITHOUT_FORMAT = {"chat", "completion", "demo", "serve", "train"}
+"""Commands whose output has one form only, or other forms."""
 
 
 class LazyGroup(CommandGroup):

@@ -420,7 +420,7 @@ class Sampler:
         """Drop a job; unknown names are ignored."""
         if name in self._names:
             self._names.remove(name)
-            with torch.inference_mode():  # rows that leave are overwritten, and were made in this mode
+            with torch.inference_mode():  # as in a step: a row that leaves is written over
                 for runner in self._runners.values():
                     runner.cancel(name)
 
