@@ -135,7 +135,7 @@ MADE = {
     "reference/endpoints.md": endpoints_page,
     "reference/environment.md": environment_page,
 }
-"""The pages that are made of the code."""
+"""The pages that are made of the code; those in docs/ under these names only say so."""
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -173,14 +173,13 @@ def relinked(text: str, name: str, source: Path) -> str:
     """A page with its links made for its place on the site; a link to a file that is no page there becomes text."""
     homes = {path.resolve(): other for other, path in pages().items()}
     homes |= {(ROOT / place).resolve(): other for place, other in OTHERS.items()}
-    made = {(ROOT / "docs" / other).resolve(): other for other in MADE}
 
     def link(found: re.Match[str]) -> str:
         is_image, shown, place, anchor = found[1], found[2], found[3], found[4] or ""
         if is_image or not place or ":" in place:
             return found[0]
         target = (source.parent / place).resolve()
-        other = (homes | made).get(target)
+        other = homes.get(target)
         if other is not None:
             return f"[{shown}]({os.path.relpath(other, Path(name).parent)}{anchor})"
         return shown if target.exists() else found[0]
@@ -236,7 +235,7 @@ def stage() -> Path:
         (STAGE / name).write_text(make(), encoding="utf-8")
     text = (ROOT / "zensical.toml").read_text(encoding="utf-8")
     nav = tomllib.loads(text)["project"]["nav"]
-    missing = [name for name in listed(nav) if "*" not in name and name not in kept and name not in MADE]
+    missing = [name for name in listed(nav) if "*" not in name and name not in kept]
     if missing:
         sys.exit(f"zensical.toml: the navigation names pages that are not there: {', '.join(missing)}")
     text = re.sub(

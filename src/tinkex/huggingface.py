@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinkex.downloads import DownloadError, download_async
+from tinkex.downloads import DownloadError, Progress, download_async
 from tinkex.errors import APIConnectionError, ConfigurationError, RequestFailedError, TinkerError
 from tinkex.futures import start
 from tinkex.hub import HubError as HubError
@@ -70,6 +70,7 @@ async def push_checkpoint_adapter_async(
     hf_token: str | None = None,
     add_model_card: bool = True,
     endpoint: str | None = None,
+    progress: Progress | None = None,
 ) -> Pushed:
     """Put a checkpoint's adapter on the hub.
 
@@ -86,6 +87,7 @@ async def push_checkpoint_adapter_async(
         hf_token: The token; see `tinkex.hub.resolve_token`.
         add_model_card: Write a README.md where the checkpoint has none.
         endpoint: The hub's address; HF_ENDPOINT by default.
+        progress: Is told how far the download of the checkpoint is.
 
     Returns:
         Where it is now.
@@ -105,7 +107,7 @@ async def push_checkpoint_adapter_async(
     info = await rest_client.get_weights_info_by_tinker_path_async(tinker_path)
     with tempfile.TemporaryDirectory(prefix="tinkex-push-") as scratch:
         try:
-            directory = (await download_async(rest_client, tinker_path, scratch)).destination
+            directory = (await download_async(rest_client, tinker_path, scratch, progress=progress)).destination
         except DownloadError as error:
             raise HubError(error.message) from error
         await asyncio.to_thread(_prepare, directory, info)

@@ -56,7 +56,10 @@ from tinkex.types.sessions import (
     AssignSessionProjectRequest,
     ClientConfigRequest,
     ClientConfigResponse,
+    ClientSessionFinishReasonType,
     Empty,
+    FinishReason,
+    FinishSessionRequest,
     GetSessionResponse,
     ListSessionsResponse,
     SessionSearchRequest,
@@ -85,12 +88,20 @@ class _Client:
     """What both clients are: a transport, their own or a session's, and a way to call over it."""
 
     def __init__(
-        self, _session: Session | None = None, *, base_url: str | None = None, api_key: str | None = None
+        self,
+        _session: Session | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: Config | None = None,
     ) -> None:
         if _session is not None and (base_url is not None or api_key is not None):
             raise ValueError(f"{type(self).__name__} takes a session or base_url and api_key, not both")
+        if config is not None and (_session is not None or base_url is not None or api_key is not None):
+            raise ValueError(f"{type(self).__name__} takes a config or the other arguments, not both")
         self._session = _session
-        self._config = _session.config if _session else Config.resolve(base_url=base_url, api_key=api_key)
+        known = _session.config if _session else config
+        self._config = known or Config.resolve(base_url=base_url, api_key=api_key)
         self._own: Transport | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -200,9 +211,10 @@ class RestClient(_Client):
     """Training runs, checkpoints and sessions: look them up, share them, copy them, let them expire.
 
     Args:
-        _session: The session of a ServiceClient whose connections to use; instead of the other two.
+        _session: The session of a ServiceClient whose connections to use; instead of the others.
         base_url: The server; TINKER_BASE_URL by default.
         api_key: The key; TINKER_API_KEY by default.
+        config: All settings at once, in place of these.
 
     Example:
         >>> rest = RestClient()  # doctest: +SKIP
@@ -673,6 +685,35 @@ class RestClient(_Client):
         """Like `list_sessions`."""
         return await self.list_sessions(limit, offset, access_scope)
 
+    def finish_session(
+        self, session_id: str, reason: ClientSessionFinishReasonType = "success", detail: str | None = None
+    ) -> Future[None]:
+        """Finish a session that a program has left open.
+
+        Args:
+            session_id: The session.
+            reason: "success", "errored" or "interrupted".
+            detail: What else there is to say of its end.
+
+        Returns:
+            A future that is done when the server knows.
+
+        Raises:
+            ValueError: There is no such reason.
+        """
+        if reason not in get_args(ClientSessionFinishReasonType):
+            allowed = ", ".join(get_args(ClientSessionFinishReasonType))
+            raise ValueError(f"reason is {reason!r}; expected one of {allowed}")
+        path = {"session_id": _part("session_id", session_id)}
+        request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)
+        return self._call("finish_session", protocol.FINISH_SESSION, request, path=path)
+
+    async def finish_session_async(
+        self, session_id: str, reason: ClientSessionFinishReasonType = "success", detail: str | None = None
+    ) -> None:
+        """Like `finish_session`."""
+        await self.finish_session(session_id, reason, detail)
+
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
         """Move a session, with its runs and samplers, into a project.
 
@@ -836,9 +877,10 @@ class AdminClient(_Client):
     """What an organization's administrators may see: what was done, and what was used.
 
     Args:
-        _session: The session of a ServiceClient whose connections to use; instead of the other two.
+        _session: The session of a ServiceClient whose connections to use; instead of the others.
         base_url: The server; TINKER_BASE_URL by default.
         api_key: The key; TINKER_API_KEY by default.
+        config: All settings at once, in place of these.
 
     Example:
         >>> usage = AdminClient().get_billing_usage("2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z")  # doctest: +SKIP

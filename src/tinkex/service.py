@@ -59,6 +59,7 @@ class ServiceClient:
         base_url: The server; "local" runs one inside this process. TINKER_BASE_URL by default.
         api_key: The key; TINKER_API_KEY by default. None is needed on this machine.
         default_headers_overrides: Extra headers for every request.
+        config: All settings at once, in place of the arguments above; see `tinkex.Config.resolve`.
 
     Example:
         >>> with ServiceClient(base_url="local") as service:  # doctest: +SKIP
@@ -74,19 +75,22 @@ class ServiceClient:
         base_url: str | None = None,
         api_key: str | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
+        config: Config | None = None,
         **unknown: Any,
     ) -> None:
         if unknown:
             names = ", ".join(sorted(unknown))
             warnings.warn(f"ServiceClient ignores unknown arguments: {names}", FutureWarning, stacklevel=2)
-        config = Config.resolve(
-            base_url=base_url,
-            api_key=api_key,
-            project_id=project_id,
-            user_metadata=user_metadata,
-            default_headers=default_headers_overrides,
-        )
-        self._session = Session(config, display_name=display_name)
+        given = {
+            "base_url": base_url,
+            "api_key": api_key,
+            "project_id": project_id,
+            "user_metadata": user_metadata,
+            "default_headers": default_headers_overrides,
+        }
+        if config is not None and any(value is not None for value in given.values()):
+            raise ValueError("give a config, or settings one by one, not both")
+        self._session = Session(config or Config.resolve(**given), display_name=display_name)
 
     @classmethod
     def sharing(cls, session: Session) -> Self:

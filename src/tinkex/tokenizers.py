@@ -8,6 +8,7 @@ applied by these: whoever calls brings finished text.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import threading
@@ -467,11 +468,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ValueError("this tokenizer has no chat template")
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise
-        text = environment.from_string(self.chat_template).render(
+        text = _compiled(self.chat_template).render(
             messages=list(conversation),
             add_generation_prompt=add_generation_prompt,
             bos_token=self.bos_token or "",
@@ -479,6 +476,16 @@ class Tokenizer:
             **variables,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> Any:
+    """A chat template, ready to be used; that takes a hundred times as long as its use."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _raise
+    return environment.from_string(template)
 
 
 def _raise(message: str) -> None:

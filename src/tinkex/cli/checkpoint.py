@@ -1,60 +1,439 @@
-"""`tinkex checkpoint`: what is saved in a data directory."""
+"""`tinkex checkpoint`: save, list, share and delete; files are in `transfers`, comparing in `diff`."""
 
 from __future__ import annotations
 
-import sqlite3
+import datetime as dt
+import json
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tinkex.engine import EngineError
-from tinkex.local import default_data_dir, require_packages, resolve_models
-
-
-@click.group()
-def checkpoint() -> None:
-    """Bring checkpoints in from elsewhere."""
-
-
-@checkpoint.command("import")
-@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--base-model",
-    metavar="NAME[=DIR]",
-    help="The model it was trained on, as the server calls it: a bundled name, a hub id, or NAME=DIR.  "
-    "[default: the one that the adapter names]",
+from tinkex.cli.diff import diff
+from tinkex.cli.options import (
+    CommandGroup,
+    Connection,
+    connecting,
+    explaining,
+    formatted,
+    path_argument,
+    refuse_before,
+    switch,
+    wait,
 )
-@click.option("--name", default="imported", show_default=True, help="What to call the checkpoint.")
-@click.option(
-    "--data-dir",
-    type=click.Path(path_type=Path),
-    help="The server's data directory; the server may run meanwhile. [default: TINKEX_DATA_DIR]",
+from tinkex.cli.output import (
+    Column,
+    checkpoint_data,
+    expiry,
+    iso,
+    lora,
+    print_fields,
+    print_json,
+    print_table,
+    size,
+    when,
+    write_file,
+    yes_no,
 )
-def import_(directory: Path, base_model: str | None, name: str, data_dir: Path | None) -> None:
-    """Make a training checkpoint of a PEFT adapter in DIRECTORY, and print its path.
+from tinkex.cli.progress import fetch_pages, waiting
+from tinkex.cli.results import CommandError, Outcome
+from tinkex.cli.transfers import download, export, import_, push_hf
 
-    A training client that is created from that path computes what PEFT computes with the adapter, and trains on.
+if TYPE_CHECKING:
+    from tinkex.futures import Future
+    from tinkex.rest import RestClient
+    from tinkex.types.checkpoints import Checkpoint, WeightsInfoResponse
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PAGE = 1000
+DELETIONS = 32
+"""How many are deleted at the same time."""
+COLUMNS = (
+    Column("ID", folds=True),
+    Column("Type"),
+    Column("Size", right=True),
+    Column("Public"),
+    Column("Created"),
+    Column("Expires"),
+    Column("Path", folds=True),
+)
+
+
+def save_options(function: F) -> F:
+    """The options of saving."""
+    options: Sequence[Callable[[F], F]] = (
+        click.option("--base-model", metavar="NAME", help="The model to make an adapter for."),
+        click.option(
+            "--model-path", metavar="PATH", help="A training checkpoint (tinker://…) to begin with, or a model's name."
+        ),
+        click.option("--name", help="What to call the checkpoint.  [default: checkpoint-MODEL]"),
+        click.option("--output", metavar="FILE", help="Where to write what was saved, as JSON (required)."),
+        click.option("--rank", type=click.IntRange(1), default=32, show_default=True, help="The adapter's rank."),
+        click.option("--seed", type=int, help="Seed of the adapter's first weights."),
+        click.option("--train-mlp/--no-train-mlp", default=True, show_default="on", help="Adapt feed-forward layers."),
+        click.option("--train-attn/--no-train-attn", default=True, show_default="on", help="Adapt attention layers."),
+        click.option(
+            "--train-unembed/--no-train-unembed", default=True, show_default="on", help="Adapt the output layer."
+        ),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@click.group(cls=CommandGroup, invoke_without_command=True)
+@save_options
+@connecting
+@click.pass_context
+def checkpoint(context: click.Context, /, **given: Any) -> Any:
+    """Save, list, share, fetch and compare checkpoints.
+
+    With options alone it saves one, as `checkpoint save` does: tinkex checkpoint --base-model NAME --output FILE
     """
-    require_packages()
-    from tinkex.server.imports import import_adapter, read_source
-    from tinkex.server.store import Store
+    if refuse_before(context):
+        return None
+    return save_checkpoint(**given)
 
-    try:
-        named = read_source(directory).base_model or ""
-        if base_model is None and (not named or Path(named).is_dir()):
-            raise click.UsageError(
-                f"the adapter names its base model {named!r}, which is no name that a server has: "
-                "give --base-model NAME[=DIR]"
+
+@checkpoint.command()
+@save_options
+@connecting
+def save(**given: Any) -> Outcome:
+    """Save a fresh adapter of a model, or the weights of a training checkpoint, to sample from."""
+    return save_checkpoint(**given)
+
+
+for _command in (diff, download, export, import_, push_hf):
+    checkpoint.add_command(_command)
+
+
+# ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def save_checkpoint(
+    *,
+    connection: Connection,
+    base_model: str | None,
+    model_path: str | None,
+    name: str | None,
+    output: str | None,
+    rank: int,
+    seed: int | None,
+    train_mlp: bool,
+    train_attn: bool,
+    train_unembed: bool,
+) -> Outcome:
+    """Make a run, save its weights, and write down where they are; nothing is written when that fails."""
+    from tinkex.futures import start
+    from tinkex.types.checkpoints import SCHEME
+
+    wrong = "saving failed (please check your inputs)"
+    if not output:
+        raise CommandError(f"{wrong}: give --output FILE")
+    model = base_model or model_path
+    if not model:
+        raise CommandError(f"{wrong}: give --base-model or --model-path")
+    chosen = name or f"checkpoint-{_slug(model)}"
+    with explaining("saving"), connection.service() as service, waiting(f"saving {chosen}"):
+        seconds = service.holder.config.timeout
+        if model_path and model_path.startswith(SCHEME):
+            making = service.create_training_client_from_state_async(model_path, base_model)
+        else:
+            making = service.create_lora_training_client_async(
+                model,
+                rank=rank,
+                seed=seed,
+                train_mlp=train_mlp,
+                train_attn=train_attn,
+                train_unembed=train_unembed,
             )
-        model, _, place = (base_model or named).partition("=")
-        base_directory = resolve_models({model: place})[model]
-        root = (data_dir or default_data_dir()).expanduser().resolve()
-        root.mkdir(parents=True, exist_ok=True)
-        store = Store(root / "tinkex.sqlite3")
+        client = wait(start(making), seconds)
+        response = wait(client.save_weights_for_sampler(chosen), seconds)
+    data = {
+        "base_model": model,
+        "model_id": client.model_id,
+        "weights_path": response.path,
+        "saved_at": iso(dt.datetime.now(dt.UTC).replace(microsecond=0)),
+        "response": response.model_dump(),
+    }
+    write_file(Path(output), json.dumps(data, ensure_ascii=False) + "\n")
+    click.echo(f"Checkpoint saved to {output}")
+    return Outcome(data, response)
+
+
+def _slug(model: str) -> str:
+    return model.removeprefix("tinker://").lower().replace("/", "-").replace(":", "-")
+
+
+# ── looking ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@checkpoint.command("list")
+@click.option("--run-id", metavar="RUN", help="Only the checkpoints of this run: all of them.")
+@click.option("--limit", type=int, default=20, show_default=True, help="How many to list; 0: all.")
+@click.option("--offset", type=int, default=0, show_default=True, help="How many to pass over.")
+@formatted
+@connecting
+@click.pass_context
+def list_command(
+    context: click.Context, run_id: str | None, limit: int, offset: int, as_json: bool, connection: Connection
+) -> Outcome:
+    """List checkpoints, the newest first."""
+    sources = [context.get_parameter_source(name) for name in ("limit", "offset")]
+    if run_id is not None and click.core.ParameterSource.COMMANDLINE in sources:
+        raise click.UsageError("--run-id lists all checkpoints of the run: --limit and --offset have no effect")
+    with connection.rest() as rest:
+        if run_id is not None:
+            found = _of_run(rest, run_id)
+            total = len(found)
+        else:
+
+            def fetch(count: int, start: int) -> tuple[list[Checkpoint], Any]:
+                page = wait(rest.list_user_checkpoints(count, start))
+                return page.checkpoints, page.cursor
+
+            found, total = fetch_pages(fetch, "checkpoints", PAGE, limit, offset)
+    data = {"checkpoints": [checkpoint_data(item) for item in found], "total": total, "shown": len(found)}
+    if run_id is not None:
+        data["run_id"] = run_id
+    if as_json:
+        print_json(data)
+    else:
+        place = f" for {run_id}" if run_id is not None else ""
+        print_table(f"Checkpoints{place} ({len(found)}/{total})", COLUMNS, [_row(item) for item in found])
+    return Outcome(data, found)
+
+
+def _of_run(rest: RestClient, run_id: str) -> list[Checkpoint]:
+    try:
+        return wait(rest.list_checkpoints(run_id)).checkpoints
+    except ValueError as error:
+        raise CommandError(str(error), error) from None
+
+
+def _row(item: Checkpoint) -> tuple[object, ...]:
+    return (
+        item.checkpoint_id,
+        item.checkpoint_type,
+        size(item.size_bytes),
+        yes_no(item.public),
+        when(item.time),
+        expiry(item.expires_at),
+        item.tinker_path,
+    )
+
+
+@checkpoint.command()
+@path_argument()
+@formatted
+@connecting
+def info(path: str, as_json: bool, connection: Connection) -> Outcome:
+    """What is known of a checkpoint."""
+    from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
+
+    run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
+    with connection.rest() as rest:
+        found = next((item for item in _of_run(rest, run_id) if item.tinker_path == path), None)
+        if found is None:
+            raise CommandError(f"there is no checkpoint {path}; `tinkex checkpoint list --run-id {run_id}` shows them")
+        weights = wait(rest.get_weights_info_by_tinker_path(path))
+    data = checkpoint_data(found) | _weights_data(weights)
+    if as_json:
+        print_json(data)
+        return Outcome(data, (found, weights))
+    fields: dict[str, object] = {
+        "ID": found.checkpoint_id,
+        "Run ID": found.training_run_id,
+        "Type": found.checkpoint_type,
+        "Path": found.tinker_path,
+        "Size": size(found.size_bytes),
+        "Public": yes_no(found.public),
+        "Created": when(found.time),
+        "Expires": expiry(found.expires_at),
+        "Base model": weights.base_model,
+        "LoRA": lora(weights.is_lora),
+    }
+    labels = {
+        "lora_rank": "Rank",
+        "train_unembed": "Trains unembed",
+        "train_mlp": "Trains MLP",
+        "train_attn": "Trains attention",
+    }
+    for name, label in labels.items():
+        value = getattr(weights, name)
+        if value is not None:
+            fields[label] = value if name == "lora_rank" else yes_no(value)
+    print_fields(fields)
+    return Outcome(data, (found, weights))
+
+
+def _weights_data(weights: WeightsInfoResponse) -> dict[str, Any]:
+    data: dict[str, Any] = {"base_model": weights.base_model, "is_lora": weights.is_lora}
+    for name in ("lora_rank", "train_unembed", "train_mlp", "train_attn"):
+        if (value := getattr(weights, name)) is not None:
+            data[name] = value
+    return data
+
+
+# ── changing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@checkpoint.command()
+@path_argument()
+@formatted
+@connecting
+def publish(path: str, as_json: bool, connection: Connection) -> Outcome:
+    """Let everyone use a checkpoint."""
+    with connection.rest() as rest:
+        wait(rest.publish_checkpoint_from_tinker_path(path))
+    return _done({"action": "publish", "path": path}, f"Published {path}", as_json)
+
+
+@checkpoint.command()
+@path_argument()
+@formatted
+@connecting
+def unpublish(path: str, as_json: bool, connection: Connection) -> Outcome:
+    """Keep a published checkpoint to yourself again."""
+    with connection.rest() as rest:
+        wait(rest.unpublish_checkpoint_from_tinker_path(path))
+    return _done({"action": "unpublish", "path": path}, f"Unpublished {path}", as_json)
+
+
+@checkpoint.command("set-ttl")
+@path_argument()
+@click.option("--ttl", type=click.IntRange(1), metavar="SECONDS", help="Let it expire so many seconds from now.")
+@switch("--remove", help="Keep it for good.")
+@formatted
+@connecting
+def set_ttl(path: str, ttl: int | None, remove: bool, as_json: bool, connection: Connection) -> Outcome:
+    """Say when a checkpoint expires: give one of --ttl and --remove."""
+    if (ttl is None) == (not remove):
+        raise click.UsageError("give one of --ttl SECONDS and --remove")
+    with connection.rest() as rest:
+        wait(rest.set_checkpoint_ttl_from_tinker_path(path, ttl))
+    data = {
+        "command": "checkpoint set-ttl",
+        "action": "set_ttl",
+        "path": path,
+        "ttl_seconds": ttl,
+        "remove": remove,
+    }
+    line = f"Removed the expiry of {path}" if remove else f"Updated {path}: it expires in {ttl} s"
+    return _done(data, line, as_json)
+
+
+def _done(data: dict[str, Any], line: str, as_json: bool) -> Outcome:
+    if as_json:
+        print_json(data)
+    else:
+        click.echo(line)
+    return Outcome(data)
+
+
+# ── deleting ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@checkpoint.command()
+@path_argument("paths", nargs=-1)
+@click.option("--run-id", metavar="RUN", help="Instead of paths: the checkpoints of this run.")
+@click.option("--type", "kind", type=click.Choice(["training", "sampler", "external"]), help="Of the run: this type.")
+@click.option("--before", type=click.DateTime(), help="Of the run: those saved before this time (UTC).")
+@click.option("--after", type=click.DateTime(), help="Of the run: those saved after this time (UTC).")
+@switch("--yes", "-y", help="Do not ask.")
+@formatted
+@connecting
+def delete(
+    paths: tuple[str, ...],
+    run_id: str | None,
+    kind: str | None,
+    before: dt.datetime | None,
+    after: dt.datetime | None,
+    yes: bool,
+    as_json: bool,
+    connection: Connection,
+) -> Outcome:
+    """Delete checkpoints for good: those of the PATHS, or those of a run that the options choose."""
+    if bool(paths) == (run_id is not None):
+        raise click.UsageError("give either paths or --run-id")
+    if run_id is None and (kind or before or after):
+        raise click.UsageError("--type, --before and --after choose among the checkpoints of --run-id")
+    with connection.rest() as rest:
+        chosen = list(dict.fromkeys(paths))
+        if run_id is not None:
+            chosen = [item.tinker_path for item in _of_run(rest, run_id) if _fits(item, kind, before, after)]
+        if not yes and chosen and not _confirmed(chosen):
+            click.echo("Aborted: nothing was deleted.", err=True)
+            cancelled = {
+                "command": "checkpoint delete",
+                "action": "cancelled",
+                "paths": chosen,
+                "deleted": 0,
+                "failed": 0,
+            }
+            if as_json:
+                print_json(cancelled)
+            return Outcome(cancelled)
+        failures = list(_delete(rest, chosen, as_json))
+    data = {
+        "command": "checkpoint delete",
+        "action": "delete",
+        "paths": chosen,
+        "deleted": len(chosen) - len(failures),
+        "failed": len(failures),
+        "failures": failures,
+    }
+    if as_json:
+        print_json(data)
+    elif not chosen:
+        click.echo("There is nothing to delete.")
+    return Outcome(data, exit_code=1 if failures else 0)
+
+
+def _fits(item: Checkpoint, kind: str | None, before: dt.datetime | None, after: dt.datetime | None) -> bool:
+    return (
+        (kind is None or item.checkpoint_type == kind)
+        and (before is None or item.time < before.replace(tzinfo=dt.UTC))
+        and (after is None or item.time > after.replace(tzinfo=dt.UTC))
+    )
+
+
+def _confirmed(paths: Sequence[str]) -> bool:
+    """Ask on stderr, so that stdout has nothing but the outcome; no answer means no."""
+    click.echo(f"{len(paths)} checkpoint{'' if len(paths) == 1 else 's'} will be deleted for good:", err=True)
+    for path in paths:
+        click.echo(f"  {path}", err=True)
+    click.echo("Delete? [y/N] ", nl=False, err=True)
+    answer = sys.stdin.readline()
+    if not answer:
+        click.echo(err=True)
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _delete(rest: RestClient, paths: Sequence[str], as_json: bool) -> Iterator[dict[str, str]]:
+    """Delete some at a time and tell of each in order; yields the failures."""
+    from tinkex.errors import TinkerError
+
+    begun: deque[Future[None]] = deque()
+    waiting_paths = iter(paths)
+
+    def begin() -> None:
+        if (path := next(waiting_paths, None)) is not None:
+            begun.append(rest.delete_checkpoint_from_tinker_path(path))
+
+    for _ in range(DELETIONS):
+        begin()
+    for number, path in enumerate(paths, 1):
+        click.echo(f"Deleting {number}/{len(paths)}: {path}", err=as_json)
         try:
-            saved = import_adapter(store, directory, model, base_directory, name)
-        finally:
-            store.close()
-    except (EngineError, OSError, sqlite3.Error) as error:
-        raise click.ClickException(str(error)) from None
-    click.echo(saved.tinker_path)
+            wait(begun.popleft())
+        except TinkerError as error:
+            click.echo(f"Error: {path} was not deleted: {error}", err=True)
+            yield {"path": path, "error": str(error)}
+        else:
+            click.echo(f"Deleted {path}", err=as_json)
+        begin()

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.local import default_data_dir
-from tinkex.server.accounts import create_key, list_keys, revoke_key
-from tinkex.server.store import DATABASE, LOCAL_OWNER, Store
+from tinkex.cli.options import CommandGroup, formatted
+from tinkex.cli.output import Column, iso, print_json, print_table, when
+from tinkex.cli.results import CommandError, Outcome
+
+if TYPE_CHECKING:
+    from tinkex.server.store import Store
+
+COLUMNS = (
+    Column("ID", right=True),
+    Column("Owner", folds=True),
+    Column("Name", folds=True),
+    Column("Made"),
+    Column("Last Used"),
+    Column("Status"),
+)
 
 data_dir_option = click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
-    help="The server's data directory. [default: TINKEX_DATA_DIR]",
+    help="The server's data directory.  [default: TINKEX_DATA_DIR]",
 )
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def key() -> None:
     """Make, list and revoke the keys of a server on this machine.
 
@@ -33,56 +45,108 @@ def key() -> None:
 @click.argument("name")
 @click.option(
     "--owner",
-    default=LOCAL_OWNER,
+    default="local",
     show_default=True,
     help="Whose key it is: sessions, runs and checkpoints made with it are seen by keys of the same owner only.",
 )
 @data_dir_option
-def create(name: str, owner: str, data_dir: Path | None) -> None:
+@formatted
+def create(name: str, owner: str, data_dir: Path | None, as_json: bool) -> Outcome:
     """Make a key called NAME and print it: this once, for only a hash of it is kept."""
+    from tinkex.server.accounts import create_key
+
     if not owner.strip() or not owner.isprintable():
         raise click.UsageError("--owner must be a name")
     with _store(data_dir, new=True) as store:
         number, made = create_key(store, name, owner)
-    click.echo(made)
+    data = {"id": number, "owner": owner, "name": name, "key": made}
+    if as_json:
+        print_json(data)
+    else:
+        click.echo(made)
     click.echo(f"key {number} ({name}) of {owner}; it will not be shown again", err=True)
+    return Outcome(data)
 
 
 @key.command("list")
 @data_dir_option
-def list_command(data_dir: Path | None) -> None:
-    """List all keys, one a line: number, owner, name, made, last used, and whether it has been revoked."""
+@formatted
+def list_command(data_dir: Path | None, as_json: bool) -> Outcome:
+    """List all keys, those that have been revoked too. The keys themselves are not known any more."""
+    from tinkex.server.accounts import list_keys
+
     with _store(data_dir) as store:
-        for known in list_keys(store):
-            used = f"used {_day(known.last_used)}" if known.last_used else "never used"
-            state = f"revoked {_day(known.revoked)}" if known.revoked else "valid"
-            fields = (str(known.id), known.owner, known.name, f"made {_day(known.created)}", used, state)
-            click.echo("\t".join(fields))
+        known = list(list_keys(store))
+    rows = [
+        (item.id, item.owner, item.name, *map(_moment, (item.created, item.last_used, item.revoked))) for item in known
+    ]
+    data = {
+        "keys": [
+            {
+                "id": number,
+                "owner": owner,
+                "name": name,
+                "created": iso(made),
+                "last_used": iso(used),
+                "revoked": iso(revoked),
+            }
+            for number, owner, name, made, used, revoked in rows
+        ]
+    }
+    if as_json:
+        print_json(data)
+    else:
+        cells = [
+            (
+                number,
+                owner,
+                name,
+                when(made),
+                "never" if used is None else when(used),
+                "valid" if revoked is None else f"revoked {when(revoked)}",
+            )
+            for number, owner, name, made, used, revoked in rows
+        ]
+        print_table(f"Keys ({len(cells)})", COLUMNS, cells)
+    return Outcome(data)
 
 
 @key.command()
 @click.argument("number", metavar="ID", type=int)
 @data_dir_option
-def revoke(number: int, data_dir: Path | None) -> None:
+@formatted
+def revoke(number: int, data_dir: Path | None, as_json: bool) -> Outcome:
     """Revoke the key with this ID, as `tinkex key list` shows it; tokens given for it end too."""
+    from tinkex.server.accounts import revoke_key
+
     with _store(data_dir) as store:
         if not revoke_key(store, number):
-            raise click.ClickException(f"there is no valid key {number}; `tinkex key list` shows them")
-    click.echo(f"key {number} is revoked", err=True)
+            raise CommandError(f"there is no valid key {number}; `tinkex key list` shows them")
+    data = {"command": "key revoke", "action": "revoke", "id": number}
+    if as_json:
+        print_json(data)
+    else:
+        click.echo(f"key {number} is revoked")
+    return Outcome(data)
 
 
 @contextlib.contextmanager
 def _store(data_dir: Path | None, *, new: bool = False) -> Iterator[Store]:
+    import sqlite3
+
+    from tinkex.local import default_data_dir
+    from tinkex.server.store import DATABASE, Store
+
     directory = (data_dir or default_data_dir()).expanduser()
     if not new and not (directory / DATABASE).exists():
-        raise click.ClickException(f"there is no data of a server in {directory}")
+        raise CommandError(f"there is no data of a server in {directory}")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.closing(Store(directory / DATABASE)) as store:
             yield store
     except (OSError, sqlite3.Error) as error:
-        raise click.ClickException(f"{directory}: {error}") from None
+        raise CommandError(f"{directory}: {error}", error) from None
 
 
-def _day(moment: float) -> str:
-    return dt.datetime.fromtimestamp(moment).astimezone().isoformat(" ", "minutes")
+def _moment(seconds: float | None) -> dt.datetime | None:
+    return dt.datetime.fromtimestamp(seconds, dt.UTC) if seconds else None

@@ -1,23 +1,40 @@
-"""The `tinkex` command: a group whose commands are loaded when called, so that `--help` is quick."""
+"""The `tinkex` command: a group whose commands are loaded when called, so that `--help` and completion are quick."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from tinkex._version import __version__
+from tinkex.cli.options import CommandGroup
+from tinkex.cli.results import Invocation, Outcome, Result, invocation_of
 
 COMMANDS = {
-    "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Bring checkpoints in from elsewhere."),
+    "auth": ("tinkex.cli.auth:auth", "Log in and out, and see who the key belongs to."),
+    "billing": ("tinkex.cli.billing:billing", "What was used, and what checkpoints take up."),
+    "chat": ("tinkex.cli.chat:chat", "Talk to a model or a checkpoint."),
+    "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Save, list, share, fetch and compare checkpoints."),
+    "completion": ("tinkex.cli.completion:completion", "Print a script that completes commands in your shell."),
     "demo": ("tinkex.cli.demo:demo", "Watch a small model learn to add, on this machine."),
+    "doctor": ("tinkex.cli.doctor:doctor", "Check this machine, the key and the server; say what to fix."),
     "key": ("tinkex.cli.key:key", "Make, list and revoke the keys of a server on this machine."),
+    "model": ("tinkex.cli.models:model", "List the models that the server offers."),
+    "run": ("tinkex.cli.runs:run", "Sample from a model; list and look up training runs."),
     "serve": ("tinkex.cli.serve:serve", "Serve models on this machine to any Tinker client."),
+    "session": ("tinkex.cli.sessions:session", "List, look up and finish sessions."),
+    "train": ("tinkex.cli.train:train", "Fine-tune a model on a file of examples."),
+    "version": ("tinkex.cli.versions:version", "Which version this is."),
 }
+WITHOUT_FORMAT = {"chat", "completion", "demo", "serve", "train"}
+"""Commands whose output has one form only, or other forms."""
 
 
-class LazyGroup(click.Group):
+class LazyGroup(CommandGroup):
     """A group that knows its commands' names and summaries without importing them."""
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -37,29 +54,89 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(context)])
 
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete commands from the table."""
+        names = [name for name in self.list_commands(context) if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=COMMANDS[name][1]) for name in names]
+        return [*found, *click.Command.shell_complete(self, context, incomplete)]
+
+
+def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        from tinkex.cli.versions import describe
+
+        click.echo(describe())
+        context.exit()
+
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="tinkex", message="%(prog)s %(version)s")
-def cli() -> None:
-    """Train and sample language models through the Tinker API, on the hosted service or on this machine."""
+@click.option(
+    "-f",
+    "--format",
+    "form",
+    type=click.Choice(["table", "json"], case_sensitive=False),
+    help="How to print what a command finds; may stand after the command as well.",
+)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
+)
+@click.pass_context
+def cli(context: click.Context, form: str | None) -> None:
+    """Train and sample language models through the Tinker API, on the hosted service or on this machine.
+
+    Where to connect and with which key is said by TINKER_BASE_URL and TINKER_API_KEY, or by the options of a command;
+    the base URL "local" means this process. `tinkex COMMAND -h` explains a command, and `tinkex completion -h` how to
+    have commands completed by your shell.
+    """
+    if form is not None and context.invoked_subcommand in WITHOUT_FORMAT:
+        raise click.UsageError(f"--format has no effect on `{context.invoked_subcommand}`")
+    invocation_of(context).format = form
 
 
-def main() -> None:
-    """Run the command line; what goes wrong on purpose is one line on stderr."""
+def run(argv: Sequence[str] | None = None) -> Result:
+    """Run a command and say how it ended; what goes wrong on purpose is one error on stderr."""
+    called = Invocation()
     try:
-        code = cli.main(standalone_mode=False)
-    except click.exceptions.Abort:
+        returned = cli.main(None if argv is None else list(argv), prog_name="tinkex", standalone_mode=False, obj=called)
+        sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return Result(0, called.command)
+    except (click.exceptions.Abort, KeyboardInterrupt) as error:
         click.echo("stopped", err=True)
-        code = 130
+        return Result(130, called.command, error=error)
     except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except KeyboardInterrupt:
-        click.echo("stopped", err=True)
-        code = 130
+        _show(error)
+        return Result(1, called.command, error=getattr(error, "cause", None) or error)
+    except BrokenPipeError as error:  # whoever reads has had enough; nothing more is to be flushed to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Result(1, called.command, error=error)
     except Exception as error:
         if not hasattr(error, "hint"):  # not one of ours: a traceback is worth more than a message
             raise
         click.echo(f"Error: {error}", err=True)
-        code = 1
-    sys.exit(code if isinstance(code, int) else 0)
+        return Result(1, called.command, error=error)
+    return _result(called.command, returned)
+
+
+def _result(command: str, returned: Any) -> Result:
+    if isinstance(returned, Outcome):
+        return Result(returned.exit_code, command, returned.data, returned.response)
+    if isinstance(returned, int):  # left early, by `context.exit`
+        return Result(returned, command)
+    return Result(0, command, returned)
+
+
+def _show(error: click.ClickException) -> None:
+    """Print an error; after a word that no command knows, the help comes first, so that the error stays in sight."""
+    context = getattr(error, "ctx", None)
+    if isinstance(error, click.UsageError) and context is not None:
+        unknown = type(error) is not click.UsageError or "unexpected extra argument" in error.message
+        click.echo(context.get_help() if unknown else context.get_usage(), err=True)
+        click.echo(err=True)
+    click.echo(f"Error: {error.format_message()}", err=True)
+
+
+def main() -> None:
+    """Run the command line of this process, and end it."""
+    sys.exit(run().exit_code)

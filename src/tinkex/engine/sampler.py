@@ -420,8 +420,9 @@ class Sampler:
         """Drop a job; unknown names are ignored."""
         if name in self._names:
             self._names.remove(name)
-            for runner in self._runners.values():
-                runner.cancel(name)
+            with torch.inference_mode():  # as in a step: a row that leaves is written over
+                for runner in self._runners.values():
+                    runner.cancel(name)
 
     def busy(self) -> bool:
         """Whether any job is unfinished."""

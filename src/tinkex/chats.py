@@ -1,0 +1,268 @@
+"""Conversations as tokens: prompts and examples by a model's chat template, and answers back to text as they come.
+
+A tokenizer without a chat template gets a plain format: each message as `User: …`, `Assistant: …` or `System: …`,
+followed by a blank line; an answer ends with the end-of-text token, where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from tinkex.types.tensors import Array
+
+Message: TypeAlias = Mapping[str, Any]
+"""A message: its `role`, its `content`, and whatever else the template knows."""
+TrainOn: TypeAlias = Literal["assistant", "last", "all"]
+
+ASSISTANT: Literal["assistant"] = "assistant"
+PLAIN_STOPS = ("\nUser:", "\nSystem:")
+NO_ANSWER = "no message is the assistant's: there is nothing to learn"
+HALF_CHARACTER = "\ufffd"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rendered:
+    """An example as tokens, with the weight of each token in the loss."""
+
+    tokens: Array
+    weights: Array
+
+    @property
+    def learned(self) -> int:
+        """How many tokens are learned; the first has nothing before it that it could be foretold from."""
+        return int(np.count_nonzero(self.weights[1:]))
+
+    def cut(self, length: int) -> Rendered:
+        """The first so many tokens."""
+        return Rendered(self.tokens[:length], self.weights[:length])
+
+
+class ChatFormat:
+    """How conversations are written for one tokenizer.
+
+    Args:
+        tokenizer: What `get_tokenizer` of a client gives, or any object with `encode` and `decode`.
+
+    Example:
+        >>> chat = ChatFormat(sampler.get_tokenizer())  # doctest: +SKIP
+        >>> chat.prompt([{"role": "user", "content": "Hello"}])  # doctest: +SKIP
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._is_usual = hasattr(tokenizer, "apply_chat_template")
+        self.has_template = self._is_usual and bool(getattr(tokenizer, "chat_template", None))
+        self._eos: int | None = getattr(tokenizer, "eos_token_id", None)
+        self._eos_text: str = getattr(tokenizer, "eos_token", None) or ""
+        # Templates write the begin token themselves.
+        self._begin: list[int] = [] if self.has_template else list(tokenizer.encode(""))
+        self.stop_tokens, self.stop_texts = self._stops()
+
+    # ── tokens and text ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with nothing put around it."""
+        return list(
+            self.tokenizer.encode(text, add_special_tokens=False) if self._is_usual else self.tokenizer.encode(text)
+        )
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        if self._is_usual:
+            return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(tokens)))
+
+    def _text(self, messages: Sequence[Message], *, generate: bool = False) -> str:
+        """A conversation as text, or ready for an answer; `ValueError` says why the template refuses it."""
+        if not self.has_template:
+            written = [
+                f"{message['role'].capitalize()}: {message['content']}"
+                f"{self._eos_text if message['role'] == ASSISTANT else ''}\n\n"
+                for message in messages
+            ]
+            return "".join(written) + ("Assistant:" if generate else "")
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=generate
+                )
+            )
+        except Exception as error:  # whatever a template does
+            raise ValueError(f"the model's chat template refuses it: {error}") from error
+
+    def _stops(self) -> tuple[frozenset[int], tuple[str, ...]]:
+        """What ends an answer: the tokens, and the texts where no token does."""
+        ends = frozenset() if self._eos is None else frozenset({int(self._eos)})
+        if not self.has_template:
+            return ends, PLAIN_STOPS
+        probe = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"}]
+        try:
+            tail = self._text(probe).rpartition("answer")[2]
+        except ValueError:
+            return ends, ()
+        tokens = self.encode(tail)
+        if tokens and not self.decode(tokens[:1]):  # a special token
+            return ends | {tokens[0]}, ()
+        return ends, (tail.rstrip(),) if tail.strip() else ()
+
+    @property
+    def stop(self) -> list[str | int] | None:
+        """What to ask a server to stop at: texts where there are any, else tokens; None leaves it to the server."""
+        return list(self.stop_texts) or sorted(self.stop_tokens) or None
+
+    # ── prompts and examples ─────────────────────────────────────────────────────────────────────────────────────
+
+    def prompt(self, messages: Sequence[Message]) -> Array:
+        """The tokens after which the assistant's next message begins."""
+        text, pieces = self._text(messages, generate=True), self._pieces(messages) or []
+        known = "".join(piece for piece, _ in pieces)
+        if not text.startswith(known):
+            pieces, known = [], ""
+        return self._joined([*pieces, (text[len(known) :], 0.0)]).tokens
+
+    def conversation(self, messages: Sequence[Message], train_on: TrainOn = ASSISTANT) -> list[Rendered]:
+        """A conversation as examples: one, unless the template writes earlier answers otherwise than the last.
+
+        Such templates (those that leave out earlier thoughts) give one example for each answer, so that each is
+        learned as it will be asked for.
+
+        Args:
+            messages: The conversation.
+            train_on: What is learned: all answers, the last one, or every token.
+
+        Raises:
+            ValueError: The template refuses it, or the assistant says nothing.
+        """
+        if train_on == "all":
+            return [self._joined([(self._text(messages), 1.0)])]
+        answers = _answers(messages)
+        if not answers:
+            raise ValueError(NO_ANSWER)
+        if train_on == "last":
+            return [self._turn(messages, answers[-1])]
+        pieces = self._pieces(messages)
+        return [self._joined(pieces)] if pieces else [self._turn(messages, index) for index in answers]
+
+    def pair(self, prompt: str, completion: str, train_on: TrainOn = ASSISTANT) -> Rendered:
+        """A text and how it goes on, put together as they are and ended; `train_on` "all" learns the prompt too."""
+        begun = [int(token) for token in self.tokenizer.encode(prompt)]
+        rest = self.encode(completion)
+        if self._eos is not None and rest[-1:] != [self._eos]:
+            rest.append(self._eos)
+        weights = np.ones(len(begun) + len(rest), dtype=np.float32)
+        if train_on != "all":
+            weights[: len(begun)] = 0.0
+        return Rendered(np.array([*begun, *rest], dtype=np.int64), weights)
+
+    def _turn(self, messages: Sequence[Message], index: int) -> Rendered:
+        whole, begin = self._answer(messages, index)
+        return self._joined([(whole[:begin], 0.0), (whole[begin:], 1.0)])
+
+    def _answer(self, messages: Sequence[Message], index: int) -> tuple[str, int]:
+        """The text up to the end of an answer, and where that answer begins: behind what would prompt for it."""
+        whole, prompt = self._text(messages[: index + 1]), self._text(messages[:index], generate=True)
+        if whole.startswith(prompt):
+            return whole, len(prompt)
+        # Some templates prompt for thoughts and leave them out afterwards.
+        return whole, next(
+            at for at, (one, other) in enumerate(zip(whole + "\0", prompt + "\1", strict=False)) if one != other
+        )
+
+    def _pieces(self, messages: Sequence[Message]) -> list[tuple[str, float]] | None:
+        """The text up to the last answer, cut where answers begin and end; None when earlier ones are rewritten.
+
+        It is cut there because a prompt is tokenised before its answer is known.
+        """
+        answers = _answers(messages)
+        text = self._text(messages[: answers[-1] + 1]) if answers else ""
+        pieces: list[tuple[str, float]] = []
+        done = 0
+        for index in answers:
+            whole, begin = self._answer(messages, index)
+            if not text.startswith(whole) or begin < done:
+                return None
+            pieces += [(text[done:begin], 0.0), (text[begin : len(whole)], 1.0)]
+            done = len(whole)
+        return pieces
+
+    def _joined(self, pieces: Sequence[tuple[str, float]]) -> Rendered:
+        tokens: list[int] = list(self._begin)
+        weights = [0.0] * len(tokens)
+        for text, weight in pieces:
+            encoded = self.encode(text)
+            own = [weight] * len(encoded)
+            if weight and len(pieces) > 1:  # what follows the end of a turn is never asked for
+                last = max((at for at, token in enumerate(encoded) if token in self.stop_tokens), default=len(encoded))
+                own[last + 1 :] = [0.0] * len(own[last + 1 :])
+            tokens += encoded
+            weights += own
+        return Rendered(np.array(tokens, dtype=np.int64), np.array(weights, dtype=np.float32))
+
+
+def _answers(messages: Sequence[Message]) -> list[int]:
+    return [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+
+
+class AnswerText:
+    """The text of an answer while its tokens come: never half a character, and nothing of what ends it.
+
+    Example:
+        >>> text = AnswerText(chat)  # doctest: +SKIP
+        >>> for chunk in stream:  # doctest: +SKIP
+        ...     print(text.add(chunk.token_id), end="")
+        >>> print(text.end())  # doctest: +SKIP
+    """
+
+    def __init__(self, chat: ChatFormat, *, stop_texts: bool = True) -> None:
+        self._chat = chat
+        self._stops = chat.stop_texts if stop_texts else ()
+        self._tokens: list[int] = []
+        self._from = self._read = 0
+        self._held = ""
+        self.ended = False
+        """Whether the answer is over: what comes after is not shown."""
+
+    def add(self, token: int) -> str:
+        """Take a token; the text that is certain by now."""
+        if self.ended:
+            return ""
+        if token in self._chat.stop_tokens:
+            return self.end()
+        self._tokens.append(token)
+        # From a little before, since tokens at the beginning may be written without their space.
+        before = self._chat.decode(self._tokens[self._from : self._read])
+        after = self._chat.decode(self._tokens[self._from :])
+        if len(after) <= len(before) or after.endswith(HALF_CHARACTER):
+            return ""
+        self._from, self._read = self._read, len(self._tokens)
+        return self._shown(after[len(before) :])
+
+    def end(self) -> str:
+        """The rest, when no more tokens come."""
+        if self.ended:
+            return ""
+        before = self._chat.decode(self._tokens[self._from : self._read])
+        rest = self._chat.decode(self._tokens[self._from :])[len(before) :]
+        shown = self._shown(rest)
+        if not self.ended:
+            shown += self._held
+        self._held, self.ended = "", True
+        return shown
+
+    def _shown(self, text: str) -> str:
+        """Hold back what may be the beginning of a stop; end at a whole one."""
+        text = self._held + text
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._held, self.ended = "", True
+            return text[: min(found)]
+        held = max(
+            (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])),
+            default=0,
+        )
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]

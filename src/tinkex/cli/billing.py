@@ -1,0 +1,129 @@
+"""`tinkex billing`: what was used, and what checkpoints take up."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tinkex.cli.options import CommandGroup, Connection, connecting, formatted, wait
+from tinkex.cli.output import Column, print_json, print_table, size, write_file
+from tinkex.cli.results import CommandError, Outcome
+
+USAGE = ("bucket_start", "bucket_end", "base_model", "user_name", "session_id", "project_id", "estimated_cost_usd")
+STORAGE = ("project_id", "user_email", "user_name", "checkpoint_count", "size_bytes", "estimated_monthly_cost_usd")
+
+
+@click.group(cls=CommandGroup)
+def billing() -> None:
+    """What was used, and what checkpoints take up."""
+
+
+@billing.command()
+@click.argument("starting_on")
+@click.argument("ending_before")
+@click.option("--csv", "csv_path", metavar="PATH", help="Write the rows there as CSV; - is standard output.")
+@click.option("--sessions-csv", metavar="PATH", help="Write what is known of the sessions there; - is standard output.")
+@formatted
+@connecting
+def usage(
+    starting_on: str,
+    ending_before: str,
+    csv_path: str | None,
+    sessions_csv: str | None,
+    as_json: bool,
+    connection: Connection,
+) -> Outcome:
+    """What was used from STARTING_ON until before ENDING_BEFORE, hour by hour.
+
+    Both are times such as 2026-07-13T00:00:00Z or 2026-07-13, in UTC unless they say otherwise.
+    """
+    if (csv_path, sessions_csv) == ("-", "-"):
+        raise click.UsageError("only one of --csv and --sessions-csv can be standard output")
+    with connection.admin() as admin:
+        try:
+            found = admin.get_billing_usage(starting_on, ending_before)
+        except ValueError as error:
+            raise CommandError(str(error), error) from None
+        answer = wait(found)
+    data = _plain(answer)
+    rows = [_flat(event) for event in data["data"]]
+    if csv_path is not None:
+        _write_csv(csv_path, rows)
+    if sessions_csv is not None:
+        sessions = [
+            {"session_id": name, "user_metadata": json.dumps(known.get("user_metadata"), ensure_ascii=False)}
+            for name, known in data["sessions"].items()
+        ]
+        _write_csv(sessions_csv, sessions, ("session_id", "user_metadata"))
+    if as_json:
+        print_json(data)
+    elif "-" not in (csv_path, sessions_csv):
+        _print_rows(f"Usage ({len(rows)} rows)", rows, USAGE)
+        if data.get("cost_data_through"):
+            click.echo(f"Costs are known until {data['cost_data_through']}", err=True)
+    return Outcome(data, answer)
+
+
+@billing.command("checkpoint-storage")
+@click.option("--project-id", metavar="ID", help="Only this project.")
+@click.option("--csv", "csv_path", metavar="PATH", help="Write the rows there as CSV; - is standard output.")
+@formatted
+@connecting
+def checkpoint_storage(project_id: str | None, csv_path: str | None, as_json: bool, connection: Connection) -> Outcome:
+    """What checkpoints take up now, by project and owner."""
+    with connection.admin() as admin:
+        answer = wait(admin.get_current_checkpoint_storage_usage(project_id))
+    data = _plain(answer)
+    if csv_path is not None:
+        _write_csv(csv_path, data["data"])
+    if as_json:
+        print_json(data)
+    elif csv_path != "-":
+        rows = [{**item, "size_bytes": size(item["size_bytes"])} for item in data["data"]]
+        _print_rows(f"Checkpoint storage ({len(rows)} rows)", rows, STORAGE)
+    return Outcome(data, answer)
+
+
+def _plain(answer: Any) -> dict[str, Any]:
+    """An answer as JSON has it, times by ISO 8601."""
+    plain: dict[str, Any] = answer.model_dump(mode="json")
+    return plain
+
+
+def _flat(event: Mapping[str, Any]) -> dict[str, Any]:
+    """An event with what it is about among its own fields."""
+    flat = {name: value for name, value in event.items() if name != "event_info"}
+    return flat | dict(event.get("event_info") or {})
+
+
+def _fields(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _print_rows(title: str, rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> None:
+    """Print rows: the usual fields first, then whatever else one of them has."""
+    rest = [name for name in _fields(rows) if name not in first]
+    names = [name for name in (*first, *rest) if name in first or any(row.get(name) is not None for row in rows)]
+    cells = [[_cell(row.get(name)) for name in names] for row in rows]
+    print_table(title, [Column(name, folds=name.endswith(("_id", "_model"))) for name in names], cells)
+
+
+def _cell(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def _write_csv(path: str, rows: Sequence[Mapping[str, Any]], fields: Sequence[str] = ()) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(fields) or _fields(rows), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: "null" if value is None else value for name, value in row.items()} for row in rows)
+    if path == "-":
+        click.echo(text.getvalue(), nl=False)
+    else:
+        write_file(Path(path), text.getvalue())

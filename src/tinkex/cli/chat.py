@@ -1,0 +1,389 @@
+"""`tinkex chat`: talk to a base model or a checkpoint, token by token."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from tinkex.chats import ASSISTANT, AnswerText, ChatFormat, Message
+from tinkex.cli.servers import API_KEY_HELP, BASE_URL_HELP, context_of, model_of, place_of, server_url, tokenizer_of
+from tinkex.errors import TinkerError
+from tinkex.sampling import SamplingClient
+from tinkex.service import ServiceClient
+from tinkex.tokenizers import get_tokenizer_id
+from tinkex.types.checkpoints import SCHEME
+from tinkex.types.inputs import ModelInput
+from tinkex.types.sampling import SamplingParams
+
+MAX_TOKENS = 1024
+PROMPT, GOES_ON = "> ", "… "
+COMMANDS = {
+    "/reset": "forget the conversation, not the system message",
+    "/system TEXT": "set the system message; without TEXT, take it away",
+    "/undo": "take back the last message and its answer",
+    "/save FILE": "write the conversation to a file, as a line that `tinkex train` takes",
+    "/load FILE": "go on with a conversation that was saved",
+    "/help": "show this",
+    "/quit": "leave (so does Ctrl-D)",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said, and why it stopped: stop, length or interrupted."""
+
+    text: str
+    tokens: int
+    reason: str
+
+
+class CommandError(Exception):
+    """A command that makes no sense, or cannot be carried out."""
+
+
+@dataclass
+class Chat:
+    """A conversation with a model."""
+
+    sampler: SamplingClient
+    format: ChatFormat
+    temperature: float = 0.7
+    top_p: float = 1.0
+    max_tokens: int = MAX_TOKENS
+    seed: int | None = None
+    context: int | None = None
+    """How many tokens the model takes at once, if that is known."""
+    system: str | None = None
+    raw: bool = False
+    """Whether each message is a text to go on with, without format and memory."""
+    tell: Callable[[str], object] = lambda text: None
+    messages: list[Message] = field(default_factory=list)
+
+    def prompt(self) -> list[int]:
+        """The tokens to answer to; the oldest messages are left out when there is no room for them."""
+        if self.raw:
+            return [int(token) for token in self.format.tokenizer.encode(self.messages[-1]["content"])]
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        room = self.room
+        for dropped in range(0, len(self.messages), 2):
+            tokens: list[int] = self.format.prompt([*system, *self.messages[dropped:]]).tolist()
+            if room is None or len(tokens) <= room:
+                break
+        if dropped:
+            self.tell(f"(the first {dropped} messages do not fit any more and are left out)")
+        return tokens
+
+    @property
+    def room(self) -> int | None:
+        """How long a prompt may be, so that there is some space for an answer."""
+        return None if self.context is None else self.context - min(self.max_tokens, self.context // 4)
+
+    def ask(self, text: str, show: Callable[[str], object]) -> Answer:
+        """Say something; the answer is shown as it comes, and remembered, also when it is interrupted."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            answer = self._answer(show)
+        except BaseException:
+            self.messages.pop()  # as if nothing had been said
+            raise
+        if answer.text:
+            self.messages.append({"role": ASSISTANT, "content": answer.text})
+        else:
+            self.messages.pop()
+        return answer
+
+    def _answer(self, show: Callable[[str], object]) -> Answer:
+        prompt = self.prompt()
+        most = self.max_tokens if self.context is None else max(1, min(self.max_tokens, self.context - len(prompt)))
+        params = SamplingParams(
+            max_tokens=most,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=None if self.raw else self.format.stop,
+        )
+        text, said, tokens, reason = AnswerText(self.format, stop_texts=not self.raw), "", 0, "length"
+
+        def put(piece: str) -> None:
+            nonlocal said
+            piece = piece if said or self.raw else piece.lstrip()
+            said += piece
+            if piece:
+                show(piece)
+
+        try:
+            with self.sampler.sample_stream(ModelInput.from_ints(prompt), params) as stream:
+                for chunk in stream:
+                    if chunk.token_id is not None:
+                        tokens += 1
+                        put(text.add(chunk.token_id))
+                    if chunk.finish_reason:
+                        reason = chunk.finish_reason
+                    if text.ended:
+                        reason = "stop"
+                        break
+        except KeyboardInterrupt:
+            reason = "interrupted"
+        put(text.end())
+        return Answer(said if self.raw else said.rstrip(), tokens, reason)
+
+    # ── commands ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def command(self, line: str) -> str | None:
+        """Carry a command out; what to say about it, or None to leave.
+
+        Raises:
+            CommandError: There is no such command, or it cannot be carried out.
+        """
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name in ("/quit", "/exit"):
+            return None
+        if name == "/help":
+            width = max(map(len, COMMANDS))
+            return "\n".join(f"{one:{width}}  {what}" for one, what in COMMANDS.items())
+        if name == "/reset":
+            self.messages.clear()
+            return "the conversation is forgotten"
+        if name == "/system":
+            self.system = rest or None
+            return "the system message is set" if rest else "there is no system message"
+        if name == "/undo":
+            return self._undo()
+        if name in ("/save", "/load"):
+            if not rest:
+                raise CommandError(f"{name} needs the name of a file")
+            path = Path(rest).expanduser()
+            return self._save(path) if name == "/save" else self._load(path)
+        raise CommandError(f"there is no command {name}; /help lists them")
+
+    def _undo(self) -> str:
+        if not self.messages:
+            raise CommandError("there is nothing to take back")
+        while self.messages and self.messages.pop()["role"] != "user":
+            pass
+        return f"taken back; {len(self.messages)} messages are left"
+
+    def _save(self, path: Path) -> str:
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        try:
+            path.write_text(json.dumps({"messages": [*system, *self.messages]}, ensure_ascii=False) + "\n", "utf-8")
+        except OSError as error:
+            raise CommandError(f"{path} cannot be written: {error.strerror or error}") from None
+        return f"saved {len(self.messages)} messages to {path}"
+
+    def _load(self, path: Path) -> str:
+        from tinkex.supervised import Example
+
+        try:
+            lines = path.read_bytes().splitlines()
+            loaded = [dict(message) for message in Example.parse(1, lines[0] if lines else b"").messages]
+        except OSError as error:
+            raise CommandError(f"{path} cannot be read: {error.strerror or error}") from None
+        except ValueError as error:
+            raise CommandError(f"{path} holds no conversation: {error}") from None
+        if not loaded:
+            raise CommandError(f"{path} holds no conversation")
+        self.system = loaded.pop(0)["content"] if loaded[0]["role"] == "system" else None
+        self.messages = list(loaded)
+        return f"loaded {len(loaded)} messages from {path}"
+
+
+@click.command()
+@click.argument("model_or_path", required=False)
+@click.option("--system", help="System message.")
+@click.option("--temperature", default=0.7, show_default=True, type=click.FloatRange(0), help="0 takes the likeliest.")
+@click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True))
+@click.option("--max-tokens", default=MAX_TOKENS, show_default=True, type=click.IntRange(1), help="Of an answer.")
+@click.option("--seed", type=int, help="Seed of the answers.")
+@click.option("--raw", is_flag=True, help="Go on with each message as plain text: no chat format, no memory.")
+@click.option("--base-url", help=BASE_URL_HELP)
+@click.option("--api-key", help=API_KEY_HELP)
+@click.option(
+    "--format",
+    "output_format",
+    default="text",
+    show_default=True,
+    type=click.Choice(["text", "json"]),
+    help="Form of the answers where standard input is no terminal: text, or a JSON object a line.",
+)
+def chat(
+    model_or_path: str | None,
+    system: str | None,
+    temperature: float,
+    top_p: float,
+    max_tokens: int,
+    seed: int | None,
+    raw: bool,
+    base_url: str | None,
+    api_key: str | None,
+    output_format: str,
+) -> None:
+    """Talk to a base model or a checkpoint (tinker://RUN/sampler_weights/NAME).
+
+    Without MODEL_OR_PATH and with nothing configured, it is the small model that comes with tinkex, inside this
+    process. A model without a chat template sees the conversation as "User: …" and "Assistant: …".
+
+    A line is a message; a backslash at its end continues it on the next. /help lists the commands. Ctrl-C stops an
+    answer, Ctrl-D leaves. Where standard input is no terminal, each line of it is answered in turn, as one
+    conversation.
+    """
+    if raw and system:
+        raise click.UsageError("--system has no effect with --raw")
+    is_terminal = sys.stdin.isatty()
+    if is_terminal and output_format == "json":
+        raise click.UsageError("--format json is for standard input that is no terminal")
+    notes = Console(stderr=True, highlight=False)
+
+    def tell(text: str) -> None:
+        notes.print(text, style="dim" if notes.is_terminal else None, soft_wrap=True, markup=False)
+
+    _never_fail_to_write()
+    with ServiceClient(base_url=server_url(base_url, api_key), api_key=api_key) as service:
+        with notes.status("starting …"):
+            sampler, base_model = _open(service, model_or_path)
+            talk = Chat(
+                sampler,
+                ChatFormat(tokenizer_of(get_tokenizer_id(base_model))),
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=max_tokens,
+                seed=seed,
+                context=context_of(service, base_model),
+                system=system,
+                raw=raw,
+                tell=tell,
+            )
+        if is_terminal:
+            tell(f"{model_or_path or base_model} {place_of(service)}; /help lists the commands, Ctrl-D leaves")
+            _converse(talk)
+        else:
+            _answer_lines(talk, as_json=output_format == "json")
+
+
+def _never_fail_to_write() -> None:
+    """Better a question mark than a traceback where there are no such signs; what is read may be anything, too."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def _open(service: ServiceClient, model_or_path: str | None) -> tuple[SamplingClient, str]:
+    """A sampler, and the name of the base model under it."""
+    if model_or_path is None or not model_or_path.startswith(SCHEME):
+        model = model_of(service, model_or_path, "MODEL_OR_PATH")
+        return service.create_sampling_client(base_model=model), model
+    if "/weights/" in model_or_path:  # saved to be trained on: only a run of its own can say what it samples
+        client = service.create_training_client_from_state(model_or_path)
+        sampler = client.save_weights_and_get_sampling_client()
+    else:
+        sampler = service.create_sampling_client(model_path=model_or_path)
+    return sampler, sampler.get_base_model()
+
+
+def _typed() -> Iterator[str]:
+    """Messages as they are typed: with a backslash at its end, a line goes on; Ctrl-D ends it."""
+    with contextlib.suppress(ImportError):  # the arrow keys, where there is such a module
+        import readline  # noqa: F401
+    lines: list[str] = []
+    while True:
+        try:
+            line = input(GOES_ON if lines else PROMPT)
+        except EOFError:
+            click.echo()
+            return
+        except KeyboardInterrupt:
+            lines.clear()
+            click.echo("\n(Ctrl-D or /quit leaves)")
+            continue
+        lines.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            yield "\n".join(lines)
+            lines.clear()
+
+
+def _converse(talk: Chat) -> None:
+    """Talk to whoever sits at the terminal."""
+    for text in _typed():
+        if not text.strip():
+            continue
+        try:
+            if text.startswith("/"):
+                told = talk.command(text)
+                if told is None:
+                    return
+                talk.tell(told)
+                continue
+            answer = talk.ask(text, _write)
+            click.echo()
+            if answer.reason != "stop":
+                talk.tell("(stopped)" if answer.reason == "interrupted" else "(--max-tokens reached)")
+        except KeyboardInterrupt:
+            click.echo("\n(stopped)")
+        except CommandError as error:
+            talk.tell(str(error))
+        except (TinkerError, ValueError) as error:
+            click.echo()
+            talk.tell(f"Error: {error}")
+
+
+def _write(text: str) -> None:
+    """Show a piece of an answer; what could move the cursor or colour the terminal is left out."""
+    sys.stdout.write("".join(sign for sign in text if sign in "\n\t" or sign.isprintable()))
+    sys.stdout.flush()
+
+
+def _piped() -> Iterator[str]:
+    lines: list[str] = []
+    for line in sys.stdin:
+        line = line.rstrip("\r\n")
+        lines.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            yield "\n".join(lines)
+            lines.clear()
+    if lines:
+        yield "\n".join(lines)
+
+
+def _answer_lines(talk: Chat, *, as_json: bool) -> None:
+    """Answer every line of standard input; what fails is the end."""
+    for text in _piped():
+        if not text.strip():
+            continue
+        if text.startswith("/"):
+            try:
+                told = talk.command(text)
+            except CommandError as error:
+                raise click.ClickException(str(error)) from None
+            if told is None:
+                return
+            talk.tell(told)
+            continue
+        shown = (lambda piece: None) if as_json else _pass_on
+        try:
+            answer = talk.ask(text, shown)
+        except ValueError as error:
+            if isinstance(error, TinkerError):
+                raise
+            raise click.ClickException(str(error)) from None
+        if as_json:
+            fields: dict[str, Any] = {"message": text, "answer": answer.text}
+            _pass_on(json.dumps({**fields, "tokens": answer.tokens, "finish_reason": answer.reason}) + "\n")
+        else:
+            _pass_on("\n")
+        if answer.reason == "interrupted":
+            raise KeyboardInterrupt
+
+
+def _pass_on(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

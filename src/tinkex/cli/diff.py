@@ -1,0 +1,255 @@
+"""`tinkex checkpoint diff`: what differs between two checkpoints. Needs numpy only: no torch, no other library."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinkex.cli.options import Connection, checked_path, connecting, formatted, switch
+from tinkex.cli.output import Column, print_fields, print_json, print_table
+from tinkex.cli.progress import waiting
+from tinkex.cli.results import CommandError, Outcome
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+CONFIG = "adapter_config.json"
+OPTIMIZER = "optimizer.safetensors"
+LONGEST_HEADER = 100_000_000
+DTYPES = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
+}
+COLUMNS = (
+    Column("Tensor", folds=True),
+    Column("Shape"),
+    Column("Max difference", right=True),
+    Column("Relative", right=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Where the numbers of a tensor lie."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+    def read(self) -> NDArray[np.float64]:
+        """The numbers, flat, as float64."""
+        import numpy as np
+
+        count = math.prod(self.shape)
+        raw = np.fromfile(self.file, DTYPES[self.dtype], count, offset=self.begin)
+        if self.dtype == "BF16":  # the upper half of a float32
+            raw = (raw.astype(np.uint32) << 16).view(np.float32)
+        return raw.astype(np.float64)
+
+
+def read_tensors(directory: Path, *, optimizer: bool = False) -> dict[str, Tensor]:
+    """The tensors in a checkpoint's files, by name; those of the optimizer only when asked for."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        if file.name != OPTIMIZER or optimizer:
+            prefix = "optimizer: " if file.name == OPTIMIZER else ""
+            found |= {prefix + name: tensor for name, tensor in _read_header(file)}
+    if not found:
+        raise CommandError(f"{directory} holds no .safetensors files")
+    return found
+
+
+def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """The table in front of a safetensors file: its length in eight bytes, then JSON."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > LONGEST_HEADER:
+                raise ValueError("its header has no end")
+            table: dict[str, Any] = json.loads(opened.read(length))
+        end = file.stat().st_size - 8 - length
+        for name, entry in table.items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} has the type {entry['dtype']}, which cannot be compared")
+            if not 0 <= entry["data_offsets"][0] <= entry["data_offsets"][1] <= end:
+                raise ValueError(f"{name} lies outside of it")
+            yield name, Tensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CommandError(f"{file} cannot be read: {error}", error) from None
+
+
+def compare(first: Path, second: Path, *, optimizer: bool = False) -> dict[str, Any]:
+    """What differs between the checkpoints in two directories, as plain data."""
+    configs = [_read_config(first), _read_config(second)]
+    tensors = [read_tensors(first, optimizer=optimizer), read_tensors(second, optimizer=optimizer)]
+    common = [name for name in tensors[0] if name in tensors[1]]
+    alike = [name for name in common if tensors[0][name].shape == tensors[1][name].shape]
+    compared = [_compare(name, tensors[0][name], tensors[1][name]) for name in alike]
+    norm = math.sqrt(sum(entry["norm"] ** 2 for entry in compared))
+    whole = math.sqrt(sum(entry.pop("first_norm") ** 2 for entry in compared))
+    data: dict[str, Any] = {
+        "config": {
+            name: [config.get(name) for config in configs]
+            for name in sorted(configs[0].keys() | configs[1].keys())
+            if configs[0].get(name) != configs[1].get(name)
+        },
+        "only_in_first": [name for name in tensors[0] if name not in tensors[1]],
+        "only_in_second": [name for name in tensors[1] if name not in tensors[0]],
+        "shapes": {name: [list(side[name].shape) for side in tensors] for name in common if name not in set(alike)},
+        "tensors": sorted(compared, key=_most_different),
+        "summary": {
+            "compared": len(compared),
+            "different": sum(entry["max"] != 0 for entry in compared),
+            "max": _largest([entry["max"] for entry in compared]),
+            "norm": norm,
+            "relative": _ratio(norm, whole),
+        },
+    }
+    data["same"] = (
+        not any(data[name] for name in ("config", "only_in_first", "only_in_second", "shapes"))
+        and not (data["summary"]["different"])
+    )
+    return data
+
+
+def _read_config(directory: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{directory / CONFIG} cannot be read: {error}", error) from None
+    return found if isinstance(found, dict) else {}
+
+
+def _compare(name: str, first: Tensor, second: Tensor) -> dict[str, Any]:
+    import numpy as np
+
+    ours, theirs = first.read(), second.read()
+    with np.errstate(invalid="ignore"):  # infinities that are equal
+        difference = np.where(ours == theirs, 0.0, ours - theirs)
+    norm, whole = float(np.linalg.norm(difference)), float(np.linalg.norm(ours))
+    return {
+        "name": name,
+        "shape": list(first.shape),
+        "max": float(np.abs(difference).max(initial=0.0)),
+        "norm": norm,
+        "relative": _ratio(norm, whole),
+        "first_norm": whole,
+    }
+
+
+def _ratio(norm: float, whole: float) -> float | None:
+    """A difference beside what it is a difference of; None where there is nothing to compare it with."""
+    if norm == 0:
+        return 0.0
+    return norm / whole if whole else None
+
+
+def _most_different(entry: Mapping[str, Any]) -> float:
+    relative = entry["relative"]
+    return -math.inf if relative is None or math.isnan(relative) else -float(relative)
+
+
+def _largest(values: Sequence[float]) -> float:
+    return math.nan if any(math.isnan(value) for value in values) else max(values, default=0.0)
+
+
+@click.command()
+@click.argument("first", metavar="FIRST")
+@click.argument("second", metavar="SECOND")
+@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="How many tensors; 0: all.")
+@switch("--optimizer", help="Compare the optimizers' states too.")
+@switch("--exit-code", help="End with 1 when they differ.")
+@formatted
+@connecting
+def diff(
+    first: str, second: str, limit: int, optimizer: bool, exit_code: bool, as_json: bool, connection: Connection
+) -> Outcome:
+    """What differs between two checkpoints: settings, tensors that only one has, and how far the others are apart.
+
+    Each is a tinker:// path, which is downloaded for the purpose, or a directory. The relative difference is the norm
+    of the difference over the norm of the first.
+    """
+    remote = [checked_path(place) for place in (first, second) if place.startswith("tinker://")]
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tinkex-diff-")))
+        fetched = _fetch(connection, dict.fromkeys(remote), scratch)
+        places = [fetched.get(place) or _local(place) for place in (first, second)]
+        with waiting("comparing"):
+            data = {"first": first, "second": second, **compare(*places, optimizer=optimizer)}
+    if as_json:
+        print_json(data)
+    else:
+        _print(data, limit)
+    return Outcome(data, exit_code=1 if exit_code and not data["same"] else 0)
+
+
+def _fetch(connection: Connection, paths: Mapping[str, None], scratch: Path) -> dict[str, Path]:
+    if not paths:
+        return {}
+    from tinkex.cli.transfers import fetch
+
+    with connection.rest() as rest:
+        return {path: fetch(rest, path, scratch, resume=False).destination for path in paths}
+
+
+def _local(place: str) -> Path:
+    directory = Path(place).expanduser()
+    if not directory.is_dir():
+        raise CommandError(f"{place} is neither a tinker:// path nor a directory")
+    return directory
+
+
+def _print(data: Mapping[str, Any], limit: int) -> None:
+    for name, (ours, theirs) in data["config"].items():
+        click.echo(f"Config {name}: {json.dumps(ours)} -> {json.dumps(theirs)}")
+    for side, label in (("only_in_first", "first"), ("only_in_second", "second")):
+        for name in data[side]:
+            click.echo(f"Only in the {label}: {name}")
+    for name, (ours, theirs) in data["shapes"].items():
+        click.echo(f"Shape of {name}: {ours} -> {theirs}")
+    different = [entry for entry in data["tensors"] if entry["max"] != 0]
+    shown = different[:limit] if limit else different
+    if shown:
+        rows = [
+            (entry["name"], "x".join(map(str, entry["shape"])), f"{entry['max']:.3e}", _percent(entry["relative"]))
+            for entry in shown
+        ]
+        print_table(f"Tensors that differ ({len(shown)}/{len(different)})", COLUMNS, rows)
+    summary = data["summary"]
+    if data["same"]:
+        click.echo(f"No difference: {summary['compared']} tensors are equal.")
+        return
+    print_fields(
+        {
+            "Compared": f"{summary['compared']} tensors, {summary['different']} differ",
+            "Largest difference": f"{summary['max']:.3e}",
+            "Norm of the difference": f"{summary['norm']:.6g}",
+            "Relative": _percent(summary["relative"]),
+        }
+    )
+
+
+def _percent(ratio: float | None) -> str:
+    return "N/A" if ratio is None else f"{ratio:.3%}"

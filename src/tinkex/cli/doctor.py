@@ -1,0 +1,301 @@
+"""`tinkex doctor`: looks at this machine, the key and the server, and says what to fix.
+
+Every check has a limit of time, and none of them changes anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import click
+
+from tinkex.cli.options import Connection, connecting, formatted, wait
+from tinkex.cli.output import Column, print_json, print_table, size
+from tinkex.cli.progress import waiting
+from tinkex.cli.results import Outcome
+
+if TYPE_CHECKING:
+    from tinkex.config import Config
+    from tinkex.transport import Reply, Transport
+
+Status: TypeAlias = Literal["ok", "warning", "error", "skipped"]
+
+OLDEST_PYTHON = (3, 11)
+TORCH_SECONDS = 60.0
+SERVER_SECONDS = 5.0
+LITTLE_MEMORY = 1 << 30
+LITTLE_DISK = 1 << 30
+SKEW_SECONDS, MUCH_SKEW_SECONDS = 30.0, 300.0
+"""From when on two clocks are told to differ; and to differ so much that tokens are refused."""
+PORT = 8000
+COLUMNS = (Column("Status"), Column("Check"), Column("Found", folds=True), Column("Fix", folds=True))
+TORCH = """
+import json, torch
+found = {"version": torch.__version__, "threads": torch.get_num_threads(), "device": "cpu", "memory": None}
+if torch.cuda.is_available():
+    found["device"] = torch.cuda.get_device_name(0)
+    found["memory"] = torch.cuda.mem_get_info(0)
+elif torch.backends.mps.is_available():
+    found["device"] = "mps"
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check has found."""
+
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+
+
+# ── this machine ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_python() -> Iterator[Finding]:
+    """The interpreter."""
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        yield Finding("python", "error", detail, "install Python 3.11 or newer")
+    else:
+        yield Finding("python", "ok", detail)
+
+
+def check_packages() -> Iterator[Finding]:
+    """Our own version, and whether what it needs is installed."""
+    from tinkex.cli.versions import describe, installed, requirements
+
+    needed = [name for name, extra in requirements() if extra is None]
+    missing = [name for name in needed if installed(name) is None]
+    if missing:
+        yield Finding("versions", "error", f"{describe()}; not installed: {', '.join(missing)}", "pip install tinkex")
+    else:
+        found = ", ".join(f"{name} {installed(name)}" for name in needed)
+        yield Finding("versions", "ok", f"{describe()}; {found}" if found else describe())
+
+
+def check_torch(needed: bool) -> Iterator[Finding]:
+    """What models would run on here; another process asks torch, so that this one stays small and is not held up."""
+    from tinkex.errors import ConfigurationError
+    from tinkex.local import require_packages
+
+    status: Status = "error" if needed else "warning"
+    try:
+        require_packages()
+        done = subprocess.run(
+            [sys.executable, "-c", TORCH], capture_output=True, text=True, timeout=TORCH_SECONDS, check=True
+        )
+        found = json.loads(done.stdout)
+    except ConfigurationError as error:
+        hint = f"{error.hint}, unless you only use servers elsewhere"
+        yield Finding("torch", status, error.message, hint)
+        return
+    except subprocess.TimeoutExpired:
+        yield Finding("torch", status, f"did not load within {TORCH_SECONDS:g} s", "see whether the machine is busy")
+        return
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        told = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        yield Finding("torch", status, told[-1] if told else "does not load", "pip install --force-reinstall torch")
+        return
+    yield Finding("torch", "ok", f"{found['version']}, {found['threads']} threads")
+    memory = f", {size(found['memory'][0])} of {size(found['memory'][1])} free" if found["memory"] else ""
+    yield Finding("device", "ok", found["device"] + memory)
+
+
+def check_memory() -> Iterator[Finding]:
+    """How much memory there is."""
+    available, total = memory()
+    if available is None or total is None:
+        yield Finding("memory", "skipped", "this system does not say")
+        return
+    detail = f"{size(available)} of {size(total)} available"
+    if available < LITTLE_MEMORY:
+        yield Finding("memory", "warning", detail, "end other programs before training or serving here")
+    else:
+        yield Finding("memory", "ok", detail)
+
+
+def memory() -> tuple[int | None, int | None]:
+    """Bytes of memory that are available, and that there are; None where that is not known."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
+        kilobytes = {match[1]: int(match[2]) for match in re.finditer(r"(\w+):\s+(\d+) kB", file.read())}
+        return kilobytes["MemAvailable"] * 1024, kilobytes["MemTotal"] * 1024
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total, total
+    return None, None
+
+
+def check_disk() -> Iterator[Finding]:
+    """Whether there is room for checkpoints, and leave to write there."""
+    from tinkex.local import default_data_dir
+
+    place = default_data_dir()
+    existing = next(path for path in (place, *place.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if not os.access(existing, os.W_OK):
+        fix = "set TINKEX_DATA_DIR to a directory that you may write to"
+        yield Finding("disk", "warning", f"{place} cannot be written", fix)
+    elif free < LITTLE_DISK:
+        yield Finding("disk", "warning", f"{size(free)} free at {place}", "make room, or set TINKEX_DATA_DIR")
+    else:
+        yield Finding("disk", "ok", f"{size(free)} free at {place}")
+
+
+def check_port(port: int) -> Iterator[Finding]:
+    """Whether `tinkex serve` could listen."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            fix = "fine if that is your server; else `tinkex serve --port 0` picks a free one"
+            yield Finding("port", "warning", f"127.0.0.1:{port}: {error.strerror or error}", fix)
+        else:
+            yield Finding("port", "ok", f"127.0.0.1:{port} is free")
+
+
+# ── the server ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_key(connection: Connection, config: Config) -> Iterator[Finding]:
+    """Where the key comes from."""
+    from tinkex.cli.auth import credential_source
+    from tinkex.config import is_open_address, mask_api_key
+
+    source = credential_source(connection)
+    if config.api_key or config.credential_cmd:
+        shown = f" ({mask_api_key(config.api_key)})" if config.api_key else ""
+        yield Finding("key", "ok", f"from {source}{shown}")
+    elif is_open_address(config.base_url):
+        yield Finding("key", "ok", f"none, and {config.base_url} may need none")
+    else:
+        yield Finding("key", "error", "none", "set TINKER_API_KEY, or run `tinkex auth login`")
+
+
+def check_server(config: Config) -> Iterator[Finding]:
+    """Whether the server answers, lets the key in, and has the same time."""
+    from tinkex.config import is_embedded
+    from tinkex.errors import AuthenticationError, PermissionDeniedError, TinkerError
+    from tinkex.futures import start
+    from tinkex.transport import Transport
+
+    if is_embedded(config.base_url):
+        yield Finding("server", "ok", "inside this process")
+        yield Finding("clock", "skipped", "it is this process's own")
+        return
+    transport = Transport(config)
+    try:
+        began = dt.datetime.now(dt.UTC)
+        reply = wait(start(_capabilities(transport)), config.timeout + 1)
+        spent = (dt.datetime.now(dt.UTC) - began).total_seconds()
+        models = len(json.loads(reply.body).get("supported_models") or [])
+        found = f"{config.base_url} answers in {spent * 1000:.0f} ms; models: {models}"
+        yield Finding("server", "ok", found)
+        yield _clock(reply, began + (dt.datetime.now(dt.UTC) - began) / 2)
+    except (AuthenticationError, PermissionDeniedError) as error:
+        found = f"{config.base_url} answers, but refuses the key: {error.message}"
+        yield Finding("server", "error", found, "check TINKER_API_KEY, or run `tinkex auth login`")
+    except (TinkerError, ValueError, AttributeError) as error:
+        message = error.message if isinstance(error, TinkerError) else f"its answer makes no sense: {error}"
+        fix = "check TINKER_BASE_URL, the network, and whether the server runs"
+        yield Finding("server", "error", f"{config.base_url}: {message}", fix)
+        yield Finding("clock", "skipped", "the server says no time")
+    finally:
+        with contextlib.suppress(TinkerError, TimeoutError):
+            start(transport.close()).result(1)
+
+
+async def _capabilities(transport: Transport) -> Reply:
+    from tinkex import protocol
+
+    return await transport.request(protocol.GET_SERVER_CAPABILITIES, patience=0, max_retries=0)
+
+
+def _clock(reply: Reply, now: dt.datetime) -> Finding:
+    try:
+        skew = abs((parsedate_to_datetime(reply.headers.get("date", "")) - now).total_seconds())
+    except (ValueError, TypeError):
+        return Finding("clock", "skipped", "the server says no time")
+    if skew <= SKEW_SECONDS:
+        return Finding("clock", "ok", f"within {max(1, round(skew))} s of the server's")
+    status: Status = "error" if skew > MUCH_SKEW_SECONDS else "warning"
+    return Finding("clock", status, f"{skew:.0f} s off the server's", "set this machine's clock: turn on NTP")
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@click.command()
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    default=PORT,
+    show_default=True,
+    help="The port that `tinkex serve` would listen on.",
+)
+@formatted
+@connecting
+def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
+    """Check this machine, the key and the server; say what to fix.
+
+    Looks at Python, packages, torch and its device, memory, disk, the port, the key, the server and its clock. Ends
+    with 1 when something that matters is broken. Without --timeout the server has five seconds to answer.
+    """
+    from tinkex.config import is_embedded
+    from tinkex.errors import ConfigurationError
+
+    quick = Connection(connection.api_key, connection.base_url, connection.timeout or SERVER_SECONDS)
+    config: Config | None = None
+    trouble = None
+    try:
+        config = quick.config()
+    except ConfigurationError as error:
+        trouble = Finding("key", "error", error.message, error.hint or "")
+    local = config is not None and is_embedded(config.base_url)
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        check_python,
+        check_packages,
+        lambda: check_torch(local),
+        check_memory,
+        check_disk,
+        lambda: check_port(port),
+    ]
+    if config is not None:
+        settings = config
+        checks += [lambda: check_key(connection, settings), lambda: check_server(settings)]
+    findings: list[Finding] = []
+    with waiting("checking"):
+        for check in checks:
+            findings += check()
+    if trouble is not None:
+        findings.append(trouble)
+    broken = [finding for finding in findings if finding.status == "error"]
+    data = {"ok": not broken, "checks": [asdict(finding) for finding in findings]}
+    if as_json:
+        print_json(data)
+    else:
+        rows = [(finding.status, finding.name, finding.detail, finding.fix) for finding in findings]
+        print_table(_summary(findings), COLUMNS, rows)
+    return Outcome(data, exit_code=1 if broken else 0)
+
+
+def _summary(findings: list[Finding]) -> str:
+    counts = {kind: sum(finding.status == kind for finding in findings) for kind in ("error", "warning")}
+    told = [f"{number} {kind}{'' if number == 1 else 's'}" for kind, number in counts.items() if number]
+    return f"{len(findings)} checks: {', '.join(told) or 'all is well'}"

@@ -1,0 +1,56 @@
+"""`tinkex model`: what the server offers."""
+
+from __future__ import annotations
+
+import click
+
+from tinkex.cli.options import CommandGroup, Connection, connecting, formatted, wait
+from tinkex.cli.output import Column, print_json, print_table, yes_no
+from tinkex.cli.results import Outcome
+
+COLUMNS = (
+    Column("Model", folds=True),
+    Column("Max Context", right=True),
+    Column("Trainable"),
+    Column("Sampleable"),
+)
+
+
+@click.group(cls=CommandGroup)
+def model() -> None:
+    """List the models that the server offers."""
+
+
+@model.command("list")
+@click.argument("substring", required=False)
+@formatted
+@connecting
+def list_command(substring: str | None, as_json: bool, connection: Connection) -> Outcome:
+    """List the models; with SUBSTRING, those that have it in their names, in capitals or not."""
+    from tinkex import protocol
+    from tinkex.futures import start
+
+    with connection.rest() as rest:
+        answer = wait(start(rest._transport.call(protocol.GET_SERVER_CAPABILITIES)))
+    wanted = (substring or "").casefold()
+    found = [item for item in answer.supported_models if wanted in (item.model_name or "").casefold()]
+    data = {
+        "models": [
+            {
+                "model_name": item.model_name,
+                "max_context_length": item.max_context_length,
+                "trainable": item.trainable,
+                "sampleable": item.sampleable,
+            }
+            for item in found
+        ]
+    }
+    if as_json:
+        print_json(data)
+    else:
+        rows = [
+            (item.model_name, item.max_context_length or "N/A", yes_no(item.trainable), yes_no(item.sampleable))
+            for item in found
+        ]
+        print_table(f"Models ({len(found)}/{len(answer.supported_models)})", COLUMNS, rows)
+    return Outcome(data, answer)

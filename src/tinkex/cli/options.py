@@ -1,0 +1,247 @@
+"""Options that commands share, and the clients that are opened with them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tinkex.cli.results import CommandError, invocation_of
+
+if TYPE_CHECKING:
+    from tinkex.config import Config
+    from tinkex.futures import Future
+    from tinkex.rest import AdminClient, RestClient
+    from tinkex.service import ServiceClient
+    from tinkex.session import Session
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+REST_PATIENCE = 10.0
+"""Seconds during which a request that fails for a passing reason is sent again: somebody sits and waits."""
+HINTS = {"pass api_key=…": "give --api-key", 'pass base_url="local"': "give --base-url local"} | {
+    'base_url="local"': "--base-url local",
+    "the api_key that was passed": "--api-key",
+}
+
+
+class CommandGroup(click.Group):
+    """A group that notes which command was called."""
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, and note its name."""
+        name, command, rest = super().resolve_command(context, args)
+        path = f"{context.command_path} {name}" if name else context.command_path
+        invocation_of(context).command = path.partition(" ")[2]
+        return name, command, rest
+
+
+class Switch(click.Option):
+    """A yes-or-no option; its `--no-` form is accepted, but not shown where no is the default."""
+
+    def get_help_record(self, context: click.Context) -> tuple[str, str] | None:
+        """The option without its negative form."""
+        hidden, self.secondary_opts = self.secondary_opts, []
+        try:
+            return super().get_help_record(context)
+        finally:
+            self.secondary_opts = hidden
+
+
+def switch(name: str, *short: str, **attributes: Any) -> Callable[[F], F]:
+    """An option that is off unless given; `--no-NAME` is accepted too."""
+    negative = f"--no-{name.removeprefix('--')}"
+    forms = "/".join([name, negative])
+    return click.option(forms, *(f"{form}/" for form in short), cls=Switch, default=False, **attributes)
+
+
+class CheckpointPath(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
+    """A `tinker://` path, checked before anything is sent."""
+
+    name = "path"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> str:
+        """Refuse what is no checkpoint's path."""
+        return checked_path(str(value))
+
+
+def checked_path(path: str) -> str:
+    """A checkpoint's path; anything else is an error in one line."""
+    from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
+
+    try:
+        return ParsedCheckpointTinkerPath.from_tinker_path(path).tinker_path
+    except ValueError as error:
+        raise CommandError(str(error), error) from None
+
+
+def path_argument(name: str = "path", **attributes: Any) -> Callable[[F], F]:
+    """The checkpoint that a command is about."""
+    return click.argument(name, metavar=name.upper(), type=CheckpointPath(), **attributes)
+
+
+def refuse_before(context: click.Context) -> bool:
+    """In a group that is a command as well: whether another command, or the help, takes its place.
+
+    An option in front of that other command would have no effect, and is refused.
+    """
+    given = [
+        parameter.opts[-1]
+        for parameter in context.command.params
+        if parameter.name and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if context.invoked_subcommand is None:
+        if not given:
+            click.echo(context.get_help())
+        return not given
+    if given:
+        raise click.UsageError(f"{given[0]} has no effect in front of `{context.invoked_subcommand}`", context)
+    return True
+
+
+# ── format ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def formatted(function: F) -> F:
+    """Adds --format and --json; the command is called with `as_json`."""
+
+    @click.option(
+        "-f",
+        "--format",
+        "form",
+        type=click.Choice(["table", "json"], case_sensitive=False),
+        help="How to print it.  [default: table]",
+    )
+    @switch("--json", help="The same as --format json.")
+    @click.pass_context
+    @functools.wraps(function)
+    def call(context: click.Context, /, *args: Any, form: str | None, json: bool, **named: Any) -> Any:
+        chosen = form or invocation_of(context).format
+        return function(*args, as_json=json or chosen == "json", **named)
+
+    return call  # type: ignore[return-value]
+
+
+# ── connection ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Where to connect, as the options say; what they leave open is said by the environment."""
+
+    api_key: str | None = None
+    base_url: str | None = None
+    timeout: float | None = None
+    """Seconds."""
+
+    def config(self, **settings: Any) -> Config:
+        """The whole settings; ConfigurationError says what is missing."""
+        from tinkex.config import Config
+        from tinkex.errors import ConfigurationError
+
+        if self.timeout is not None:
+            settings = {"first_contact_patience": min(REST_PATIENCE, self.timeout), **settings}
+        try:
+            return Config.resolve(api_key=self.api_key, base_url=self.base_url, timeout=self.timeout, **settings)
+        except ConfigurationError as error:
+            for argument, option in HINTS.items():  # said in the words of programs
+                error.hint = error.hint and error.hint.replace(argument, option)
+            raise
+
+    @contextmanager
+    def session(self, **settings: Any) -> Iterator[Session]:
+        """A session of these settings that is closed at the end; it is opened on the server by its first use."""
+        from tinkex.futures import start
+        from tinkex.session import Session
+
+        session = Session(self.config(**settings))
+        try:
+            yield session
+        finally:
+            start(session.finish("success", None)).result(timeout=10)
+
+    @contextmanager
+    def rest(self) -> Iterator[RestClient]:
+        """A client for what is stored; it waits for a server that is away for seconds, not for minutes."""
+        from tinkex.rest import RestClient
+
+        with self.session(patience=self._rest_patience()) as session:
+            yield RestClient(session)
+
+    @contextmanager
+    def admin(self) -> Iterator[AdminClient]:
+        """A client for what administrators see."""
+        from tinkex.rest import AdminClient
+
+        with self.session(patience=self._rest_patience()) as session:
+            yield AdminClient(session)
+
+    @contextmanager
+    def service(self, **settings: Any) -> Iterator[ServiceClient]:
+        """A client to train and sample with."""
+        from tinkex.service import ServiceClient
+        from tinkex.session import Session
+
+        with ServiceClient.sharing(Session(self.config(**settings))) as service:
+            yield service
+
+    def _rest_patience(self) -> float:
+        return REST_PATIENCE if self.timeout is None else min(REST_PATIENCE, self.timeout)
+
+
+def connecting(function: F) -> F:
+    """Adds --api-key, --base-url and --timeout; the command is called with a `connection`."""
+
+    @click.option("--base-url", metavar="URL", help='The server; "local": this process.  [default: TINKER_BASE_URL]')
+    @click.option("--api-key", metavar="KEY", help="The key (better set TINKER_API_KEY).")
+    @click.option(
+        "--timeout", metavar="MS", type=click.IntRange(1), help="Milliseconds to wait for an answer.  [default: 60000]"
+    )
+    @functools.wraps(function)
+    def call(*args: Any, base_url: str | None, api_key: str | None, timeout: int | None, **named: Any) -> Any:
+        seconds = None if timeout is None else timeout / 1000
+        return function(*args, connection=Connection(api_key, base_url, seconds), **named)
+
+    return call  # type: ignore[return-value]
+
+
+def wait(future: Future[T], seconds: float | None = None) -> T:
+    """The outcome of a call; when it is late, or the user has had enough of it, it is given up.
+
+    Raises:
+        APITimeoutError: It took longer than so many seconds.
+    """
+    from tinkex.errors import APITimeoutError
+
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if future.done():  # its own
+            raise
+        future.cancel()
+        message = f"no result within {seconds:g} s"
+        raise APITimeoutError(message=message, hint="--timeout MS waits longer") from None
+    except KeyboardInterrupt:
+        future.cancel()
+        raise
+
+
+@contextmanager
+def explaining(what: str) -> Iterator[None]:
+    """Tells whose fault a failure is: something to mend, or something that may pass."""
+    from tinkex.errors import TinkerError
+
+    try:
+        yield
+    except TinkerError as error:
+        advice = "please check your inputs" if error.is_user_error else "the server or the network; try again"
+        raise CommandError(f"{what} failed ({advice}): {error}", error) from error
+    except (ValueError, AssertionError) as error:
+        raise CommandError(f"{what} failed (please check your inputs): {error}", error) from error

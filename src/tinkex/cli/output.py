@@ -1,0 +1,257 @@
+"""What commands print: tables and records for people, tab-separated lines for pipes, JSON for programs.
+
+Sizes and times are rounded for people. JSON has them whole: bytes, and times by ISO 8601.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from tinkex.cli.results import CommandError
+
+if TYPE_CHECKING:
+    from tinkex.types.checkpoints import Checkpoint, TrainingRun
+
+UNITS = ("B", "KB", "MB", "GB", "TB")
+NARROWEST_FOLD = 24
+"""A column that is folded has at least this width; where there is no room for that, rows become records."""
+GAP = 2
+
+
+# ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def size(count: int | None) -> str:
+    """A number of bytes.
+
+    Example:
+        >>> size(1536)
+        '1.5 KB'
+    """
+    if count is None:
+        return "N/A"
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{count} B" if unit == 0 else f"{value:.1f} {UNITS[unit]}"
+
+
+def when(moment: dt.datetime | str | None, now: dt.datetime | None = None) -> str:
+    """A moment as seen from now; text that is no time is left as it is.
+
+    Example:
+        >>> when("2026-03-10T22:00:00Z", dt.datetime(2026, 3, 11, tzinfo=dt.UTC))
+        '2 hours ago'
+    """
+    if moment is None:
+        return "N/A"
+    if isinstance(moment, str):
+        text = moment
+        try:
+            moment = dt.datetime.fromisoformat(text)
+        except ValueError:
+            return text
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=dt.UTC)
+    seconds = ((now or dt.datetime.now(dt.UTC)) - moment).total_seconds()
+    amount = _amount(abs(seconds))
+    if amount is None:
+        return moment.date().isoformat()
+    if seconds < 0:
+        return f"in {amount}" if amount else "in less than a minute"
+    return f"{amount} ago" if amount else "just now"
+
+
+def _amount(seconds: float) -> str | None:
+    """A span in its largest unit: empty when it is not worth telling, None when it is too long to be told."""
+    days = int(seconds // 86_400)
+    if days > 30:
+        return None
+    if days > 7:
+        return _count(days // 7, "week")
+    if days >= 1:
+        return _count(days, "day")
+    if seconds > 3_600:
+        return _count(int(seconds // 3_600), "hour")
+    return _count(int(seconds // 60), "minute") if seconds > 60 else ""
+
+
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
+
+
+def expiry(moment: dt.datetime | str | None, now: dt.datetime | None = None) -> str:
+    """When something expires."""
+    return "Never" if moment is None else when(moment, now)
+
+
+def lora(is_lora: bool, rank: int | None = None) -> str:
+    """Whether something is a LoRA adapter, and of which rank."""
+    if not is_lora:
+        return "No"
+    return "Yes" if rank is None else f"Yes (rank {rank})"
+
+
+def status(corrupted: bool) -> str:
+    """How a run is."""
+    return "Failed" if corrupted else "Active"
+
+
+def yes_no(value: bool | None) -> str:
+    """A flag in words."""
+    return "N/A" if value is None else "Yes" if value else "No"
+
+
+def iso(moment: dt.datetime | None) -> str | None:
+    """A moment by ISO 8601, in UTC."""
+    return None if moment is None else moment.astimezone(dt.UTC).isoformat().replace("+00:00", "Z")
+
+
+def printable(value: object) -> str:
+    """Text on one line that leaves the terminal alone, whoever wrote it."""
+    return "".join(char if char.isprintable() else " " for char in str(value))
+
+
+def print_text(text: str) -> None:
+    """Print text of several lines as it is; on a terminal without what would command it."""
+    if is_terminal():
+        text = "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+    click.echo(text)
+
+
+# ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def checkpoint_data(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A checkpoint as JSON has it."""
+    return {
+        "checkpoint_id": checkpoint.checkpoint_id,
+        "checkpoint_type": checkpoint.checkpoint_type,
+        "tinker_path": checkpoint.tinker_path,
+        "training_run_id": checkpoint.training_run_id,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.public,
+        "time": iso(checkpoint.time),
+        "expires_at": iso(checkpoint.expires_at),
+    }
+
+
+def run_data(run: TrainingRun) -> dict[str, Any]:
+    """A training run as JSON has it."""
+    last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
+    return {
+        "training_run_id": run.training_run_id,
+        "base_model": run.base_model,
+        "model_owner": run.model_owner,
+        "is_lora": run.is_lora,
+        "lora_rank": run.lora_rank,
+        "corrupted": run.corrupted,
+        "last_request_time": iso(run.last_request_time),
+        "last_checkpoint": None if last is None else checkpoint_data(last),
+        "last_sampler_checkpoint": None if sampler is None else checkpoint_data(sampler),
+        "user_metadata": run.user_metadata,
+    }
+
+
+# ── printing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def print_json(data: Any, *, indent: int | None = 2) -> None:
+    """Print data for programs."""
+    click.echo(json.dumps(data, indent=indent, ensure_ascii=False, default=str))
+
+
+def is_terminal() -> bool:
+    """Whether somebody looks at what is printed."""
+    return sys.stdout.isatty()
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table; only one that folds may be broken into lines, and nothing is ever cut off."""
+
+    title: str
+    folds: bool = False
+    right: bool = False
+
+
+def print_table(title: str, columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> None:
+    """Print rows: as a table on a terminal, or as records where it is too narrow; tab-separated into a pipe."""
+    cells = [[printable(value) for value in row] for row in rows]
+    click.echo(printable(title))
+    if not is_terminal():
+        for row in [[column.title for column in columns], *cells]:
+            click.echo("\t".join(row))
+        return
+    filled = [index for index in range(len(columns)) if any(row[index] for row in cells)]
+    if not filled:
+        return
+    _print_on_terminal([columns[index] for index in filled], [[row[index] for index in filled] for row in cells])
+
+
+def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    widths = [max(len(column.title), *(len(row[index]) for row in cells)) for index, column in enumerate(columns)]
+    least = [
+        min(width, NARROWEST_FOLD) if column.folds else width for width, column in zip(widths, columns, strict=True)
+    ]
+    if sum(least) + GAP * (len(columns) - 1) > console.width:
+        for row in cells:
+            click.echo()
+            print_fields({column.title: value for column, value in zip(columns, row, strict=True)})
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    for column, width in zip(columns, least, strict=True):
+        justify: Literal["left", "right"] = "right" if column.right else "left"
+        table.add_column(column.title, overflow="fold", no_wrap=not column.folds, min_width=width, justify=justify)
+    for row in cells:
+        table.add_row(*(Text(value) for value in row))
+    console.print(table)
+
+
+def print_fields(fields: Mapping[str, object]) -> None:
+    """Print labelled lines; on a terminal the values stand below each other.
+
+    Long text is broken between words, but no id or path is: it can be copied as it stands, for the terminal folds it.
+    """
+    shown = {label: printable(value) for label, value in fields.items()}
+    if not is_terminal():
+        for label, value in shown.items():
+            click.echo(f"{label}: {value}")
+        return
+    indent = max(map(len, shown), default=0) + GAP
+    room = max(NARROWEST_FOLD, shutil.get_terminal_size().columns - indent)
+    plain = "NO_COLOR" in os.environ
+    for label, value in shown.items():
+        lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
+        name = label.ljust(indent)
+        if lines:
+            click.echo((name if plain else click.style(name, bold=True)) + f"\n{' ' * indent}".join(lines))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file, and the directories that it lies in; all of it or nothing."""
+    path = path.expanduser()
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}", error) from None

@@ -1,0 +1,67 @@
+"""Where the commands that need a model find one: the server that is configured, else one inside this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from tinkex import environment
+from tinkex.config import LOCAL, is_embedded
+from tinkex.credentials import stored_key
+from tinkex.errors import TinkerError
+from tinkex.local import DEFAULT_MODEL
+from tinkex.service import ServiceClient
+from tinkex.tokenizers import BUNDLED, get_or_load_tokenizer
+
+BASE_URL_HELP = (
+    'Server: a URL, or "local" to compute inside this process.  '
+    "[default: TINKER_BASE_URL; the hosted service where there is an API key; else local]"
+)
+API_KEY_HELP = "API key of the server; local needs none.  [default: TINKER_API_KEY]"
+
+
+def server_url(base_url: str | None, api_key: str | None) -> str | None:
+    """The server that was asked for; None leaves it to the configuration, and without one it is this process."""
+    if base_url:
+        return base_url
+    found = environment.snapshot()
+    if api_key or any(found.get(name) for name in ("base_url", "api_key", "credential_cmd")) or stored_key():
+        return None
+    return LOCAL
+
+
+def place_of(service: ServiceClient) -> str:
+    """Where a client's server is, in words."""
+    url = service.holder.config.base_url
+    return "inside this process" if is_embedded(url) else f"at {url}"
+
+
+def model_of(service: ServiceClient, model: str | None, option: str) -> str:
+    """The model that was asked for; the bundled one in this process, where nothing is asked for.
+
+    Raises:
+        click.UsageError: No model was named for a server elsewhere; the message lists those it has.
+    """
+    url = service.holder.config.base_url
+    if model:
+        return model
+    if is_embedded(url):
+        return DEFAULT_MODEL
+    names = sorted(filter(None, service.get_server_capabilities().model_names()))
+    listed = f"it has {', '.join(names)}" if names else "it lists none"
+    raise click.UsageError(f"{option} is required with a server: {url}; {listed}")
+
+
+def context_of(service: ServiceClient, model: str | None) -> int | None:
+    """How many tokens a model takes at once, where the server says so."""
+    try:
+        offered = service.get_server_capabilities().supported_models
+    except TinkerError:
+        return None
+    return next((one.max_context_length for one in offered if one.model_name == model), None)
+
+
+def tokenizer_of(tokenizer_id: str) -> Any:
+    """A tokenizer; the bundled model's without transformers, which takes seconds to import."""
+    return get_or_load_tokenizer(tokenizer_id, backend="tokenizers" if tokenizer_id in BUNDLED else None)

@@ -1,0 +1,315 @@
+"""Checkpoints as files: `tinkex checkpoint download`, `export`, `push-hf` and `import`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinkex.cli.options import Connection, connecting, formatted, path_argument, switch, wait
+from tinkex.cli.output import print_json, size
+from tinkex.cli.progress import transfer, waiting
+from tinkex.cli.results import CommandError, Outcome
+
+if TYPE_CHECKING:
+    from tinkex.downloads import Downloaded
+    from tinkex.rest import RestClient
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+NOT_PEFT = {"optimizer.safetensors", "optimizer.pt", "checkpoint_complete"}
+TARS = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
+
+
+def fetch(
+    rest: RestClient, path: str, directory: Path | None, *, force: bool = False, resume: bool = True
+) -> Downloaded:
+    """Download a checkpoint with a bar; what an interrupted one has fetched is used by the next."""
+    from tinkex.downloads import DownloadError, download_async
+    from tinkex.futures import start
+
+    with transfer(f"Downloading {path.rpartition('/')[2][:30]}") as meter:
+        future = start(download_async(rest, path, directory, force, meter, resume=resume))
+        try:
+            return wait(future)
+        except DownloadError as error:
+            if error.reason == "exists":
+                raise CommandError(f"{error.message}: --force replaces it", error) from None
+            raise
+
+
+@click.command()
+@path_argument()
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The directory to put it into, in one of its own.  [default: here]",
+)
+@switch("--force", help="Replace what is there; it stays until the new one is whole.")
+@formatted
+@connecting
+def download(path: str, output: Path | None, force: bool, as_json: bool, connection: Connection) -> Outcome:
+    """Fetch a checkpoint's files into a directory named after it.
+
+    What an interrupted download has fetched is kept, and the next one of the same checkpoint goes on from there.
+    """
+    with connection.rest() as rest:
+        done = fetch(rest, path, output, force=force)
+    data = {"path": path, "destination": str(done.destination)}
+    if as_json:
+        print_json(data)
+    else:
+        click.echo(f"Downloaded to {done.destination}")
+    return Outcome(data, done)
+
+
+# ── for other libraries ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@click.command()
+@path_argument()
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="A directory, or a file that ends in .tar, .tar.gz, .tgz or .zip.",
+)
+@click.option("--base-model", metavar="NAME", help="What the adapter calls its base model: a hub id or a directory.")
+@switch("--force", help="Replace what is there.")
+@formatted
+@connecting
+def export(
+    path: str, output: Path, base_model: str | None, force: bool, as_json: bool, connection: Connection
+) -> Outcome:
+    """Write a checkpoint's adapter as PEFT and transformers read it: a directory, or an archive of one.
+
+    What only training needs, such as the optimizer's state, is left out.
+    """
+    output = output.expanduser().absolute()
+    pack = _packer(output)
+    if os.path.lexists(output) and not force:
+        raise CommandError(f"{output} is there already: --force replaces it")
+    # Beside the output: so that the end is a rename, and an interrupted download is found again.
+    scratch = output.with_name(f".{output.name}.export")
+    with _scratch(scratch), connection.rest() as rest:
+        fetched = fetch(rest, path, scratch, force=True).destination
+        named = base_model or wait(rest.get_weights_info_by_tinker_path(path)).base_model
+        files = _prepare(fetched, path, named)
+        with waiting(f"writing {output.name}"):
+            _replace(pack(fetched, files, scratch / "made"), output)
+    written = sum((output / file).stat().st_size for file in files) if output.is_dir() else output.stat().st_size
+    data = {"path": path, "destination": str(output), "base_model": named, "files": files, "size_bytes": written}
+    if as_json:
+        print_json(data)
+    else:
+        click.echo(f"Exported to {output} ({', '.join(files)}; {size(written)})")
+    return Outcome(data)
+
+
+@contextmanager
+def _scratch(directory: Path) -> Iterator[None]:
+    """A directory to work in; it stays only when it holds a part of a download that can be continued."""
+    from tinkex.downloads import DownloadError
+    from tinkex.errors import APIError
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield
+    except (KeyboardInterrupt, APIError, DownloadError):
+        with suppress(OSError):
+            directory.rmdir()  # unless there is something in it
+        raise
+    except OSError as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise CommandError(str(error), error) from None
+    except Exception:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    shutil.rmtree(directory)
+
+
+def _prepare(directory: Path, path: str, base_model: str) -> list[str]:
+    """Check that the files are an adapter's, name the base model in its configuration; the files to hand out."""
+    config = directory / CONFIG
+    if not config.exists() or not any((directory / name).exists() for name in WEIGHTS):
+        raise CommandError(f"{path} holds no PEFT adapter: {CONFIG} and {WEIGHTS[0]} are not both there")
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    settings["base_model_name_or_path"] = base_model
+    config.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return sorted(file.name for file in directory.iterdir() if file.is_file() and file.name not in NOT_PEFT)
+
+
+Packer = Callable[[Path, list[str], Path], Path]
+
+
+def _packer(output: Path) -> Packer:
+    """What makes the output of files, by the ending of its name."""
+    name = output.name.lower()
+    for ending, mode in TARS.items():
+        if name.endswith(ending):
+            return lambda directory, files, made: _tar(directory, files, made, mode)
+    return _zip if name.endswith(".zip") else _directory
+
+
+def _tar(directory: Path, files: list[str], made: Path, mode: Any) -> Path:
+    with tarfile.open(made, mode) as archive:
+        for file in files:
+            archive.add(directory / file, file)
+    return made
+
+
+def _zip(directory: Path, files: list[str], made: Path) -> Path:
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:  # weights do not get smaller
+        for file in files:
+            archive.write(directory / file, file)
+    return made
+
+
+def _directory(directory: Path, files: list[str], made: Path) -> Path:
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    for file in files:
+        os.replace(directory / file, made / file)
+    return made
+
+
+def _replace(made: Path, output: Path) -> None:
+    if output.is_dir() and not output.is_symlink():
+        old = made.with_name("old")
+        os.replace(output, old)
+        os.replace(made, output)
+        shutil.rmtree(old)
+    else:
+        os.replace(made, output)
+
+
+@click.command("push-hf")
+@path_argument()
+@click.option("-r", "--repo", metavar="ID", help="The repository.  [default: one named after the model and the run]")
+@switch("--public", help="Let everyone see a repository that is made.")
+@click.option("--revision", metavar="BRANCH", help="The branch, made when it is not there.")
+@click.option("--commit-message", metavar="TEXT", help="What to say of the upload.")
+@switch("--create-pr", help="Propose the upload instead.")
+@click.option("--allow-pattern", "allow", multiple=True, metavar="GLOB", help="Only such files. Repeatable.")
+@click.option("--ignore-pattern", "ignore", multiple=True, metavar="GLOB", help="No such files. Repeatable.")
+@click.option("--hf-token", metavar="TOKEN", help="The token for the hub (better set HF_TOKEN).")
+@click.option(
+    "--model-card/--no-model-card", default=True, show_default=True, help="Write a README.md if there is none."
+)
+@formatted
+@connecting
+def push_hf(
+    path: str,
+    repo: str | None,
+    public: bool,
+    revision: str | None,
+    commit_message: str | None,
+    create_pr: bool,
+    allow: tuple[str, ...],
+    ignore: tuple[str, ...],
+    hf_token: str | None,
+    model_card: bool,
+    as_json: bool,
+    connection: Connection,
+) -> Outcome:
+    """Put a checkpoint's adapter on the Hugging Face hub.
+
+    A download that was stopped begins anew; an upload does not send again what the hub has already.
+    """
+    from tinkex.futures import start
+    from tinkex.huggingface import push_checkpoint_adapter_async
+
+    with connection.rest() as rest, transfer("Downloading") as meter:
+        pushing = push_checkpoint_adapter_async(
+            rest,
+            path,
+            repo_id=repo,
+            revision=revision,
+            public=public,
+            commit_message=commit_message,
+            create_pr=create_pr,
+            allow_patterns=list(allow) or None,
+            ignore_patterns=list(ignore) or None,
+            hf_token=hf_token,
+            add_model_card=model_card,
+            progress=meter,
+        )
+        pushed = wait(start(pushing))
+    data = {
+        "command": "checkpoint push-hf",
+        "action": "push_hf",
+        "checkpoint_path": path,
+        "repo_id": pushed.repo_id,
+        "revision": pushed.revision,
+        "public": pushed.public,
+    }
+    if as_json:
+        print_json(data)
+    else:
+        click.echo(f"Uploaded {path} to {pushed.repo_id}")
+        click.echo(f"Revision: {pushed.revision}")
+        click.echo(f"Public: {'Yes' if pushed.public else 'No'}")
+    return Outcome(data, pushed)
+
+
+# ── bringing in ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@click.command("import")
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--base-model",
+    metavar="NAME[=DIR]",
+    help="The model it was trained on, as the server calls it: a bundled name, a hub id, or NAME=DIR.  "
+    "[default: the one that the adapter names]",
+)
+@click.option("--name", default="imported", show_default=True, help="What to call the checkpoint.")
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path),
+    help="The server's data directory; the server may run meanwhile. [default: TINKEX_DATA_DIR]",
+)
+def import_(directory: Path, base_model: str | None, name: str, data_dir: Path | None) -> Outcome:
+    """Make a training checkpoint of a PEFT adapter in DIRECTORY, and print its path.
+
+    A training client that is created from that path computes what PEFT computes with the adapter, and trains on.
+    """
+    from tinkex.engine import EngineError
+    from tinkex.local import default_data_dir, require_packages, resolve_models
+
+    require_packages()
+    from tinkex.server.imports import import_adapter, read_source
+    from tinkex.server.store import DATABASE, Store
+
+    try:
+        named = read_source(directory).base_model or ""
+        if base_model is None and (not named or Path(named).is_dir()):
+            raise click.UsageError(
+                f"the adapter names its base model {named!r}, which is no name that a server has: "
+                "give --base-model NAME[=DIR]"
+            )
+        model, _, place = (base_model or named).partition("=")
+        base_directory = resolve_models({model: place})[model]
+        root = (data_dir or default_data_dir()).expanduser().resolve()
+        root.mkdir(parents=True, exist_ok=True)
+        store = Store(root / DATABASE)
+        try:
+            with waiting(f"importing {directory}"):
+                saved = import_adapter(store, directory, model, base_directory, name)
+        finally:
+            store.close()
+    except (EngineError, OSError, sqlite3.Error) as error:
+        raise CommandError(str(error), error) from None
+    click.echo(saved.tinker_path)
+    return Outcome({"tinker_path": saved.tinker_path})
