@@ -2,18 +2,20 @@
 
 What the fence of a block says after `python` decides what becomes of it:
 
-    ```python                       is run; a block whose first line is indented goes on where the last one ended
-    ```python no-run: the reason    is compiled only; the reason is for the reader too, and there are few of these
-    ```text output                  is what the Python block right before it prints
+    ```python                              is run; one whose first line is indented goes on where the last one ended
+    ```python title="Not run: a reason"    is compiled only; there are few of these
+    ```text title="Output"                 is what the Python block right before it prints
 
-A comment `# → …` at the end of a line is what that line prints, or what its expression gives. In both, `…` stands for
-anything, and a line of an output that is `…` alone for any number of lines.
+(The site shows titles, so that readers see both.) A comment `# → …` at the end of a line is what that line prints, or
+what its expression gives. In both, `…` stands for anything, and a line of an output that is `…` alone for any number of
+lines.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -54,8 +56,13 @@ class Block:
     @property
     def reason(self) -> str | None:
         """Why the block is not run; None when it is."""
-        found = re.fullmatch(r"python no-run:(.*)", self.info)
-        return found[1].strip() if found else None
+        found = re.fullmatch(r'python title="Not run: (.*)"', self.info)
+        return found[1] if found else None
+
+    @property
+    def is_output(self) -> bool:
+        """Whether this is what the block before it prints."""
+        return self.info == 'text title="Output"'
 
 
 def pages() -> list[Path]:
@@ -149,7 +156,7 @@ def _compare_outputs(page: Path, done: Run) -> None:
     before: Block | None = None
     first = 0
     for block in blocks(page):
-        if block.info == "text output":
+        if block.is_output:
             assert before is not None, f"{name_of(page)}:{block.line}: an output without a program before it"
             printed = done.between(first, before.last)
             assert matches(block.text, printed), f"{name_of(page)}:{block.line}: it printed\n{printed}"
@@ -168,6 +175,37 @@ def matches(expected: str, text: str) -> bool:
     rule = "\n".join(lines)
     rule = re.sub(r"(^|\n)\.\*(?=\n|$)", r"\1(?:.*\n)*.*", rule)
     return re.fullmatch(rule, "\n".join(line.rstrip() for line in text.strip("\n").split("\n"))) is not None
+
+
+@functools.cache
+def messages() -> tuple[str, ...]:
+    """Every text in the sources, with `…` for what is filled in."""
+    found = set()
+    for path in (ROOT / "src" / "tinkex").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (str(part.value) if isinstance(part, ast.Constant) else ANYTHING for part in node.values)
+                found.add("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return tuple(found)
+
+
+def quoted_messages(page: Path) -> list[str]:
+    """What a page says that errors say: `NameError: the message`, in the first column of a table."""
+    rows = re.findall(r"^\| (`[^|]*`)[^|]* \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    told = [
+        re.fullmatch(r"`(?:\w+(?:Error|Warning))?:? ?(.*)`", row)
+        for row in rows
+        if re.search(r"\w(Error|Warning): ", row)
+    ]
+    return [found[1] for found in told if found]
+
+
+def is_written(message: str) -> bool:
+    """Whether the sources have this message; `…` stands for anything."""
+    pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split(ANYTHING)), re.DOTALL)
+    return any(pattern.search(text) for text in messages())
 
 
 def commands(page: Path, program_name: str = "tinkex") -> list[tuple[int, list[str]]]:

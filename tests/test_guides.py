@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import click
 import pytest
 
 import tinkex
-from pages import ROOT, blocks, commands, matches, name_of, pages, run
+from pages import ROOT, blocks, commands, is_written, matches, name_of, pages, quoted_messages, run
 from tinkex import events, metrics
 
 MOST_NOT_RUN = 8
@@ -62,7 +61,7 @@ def test_blocks_say_what_they_are(page: Path) -> None:
             assert len(block.reason.split()) >= 3, f"{name_of(page)}:{block.line}: this is no reason: {block.reason!r}"
             compile(block.text, name_of(page), "exec")
         if block.language == "text":
-            assert block.info in ("text", "text output"), f"{name_of(page)}:{block.line}: {block.info!r}"
+            assert block.info == "text" or block.is_output, f"{name_of(page)}:{block.line}: {block.info!r}"
 
 
 def test_few_blocks_are_not_run() -> None:
@@ -85,19 +84,17 @@ def test_the_command_lines_of_a_page_are_understood(page: Path) -> None:
 
 
 def _parse(command: click.Command, words: list[str], parent: click.Context | None = None) -> None:
-    context = command.make_context(command.name, words, parent=parent)
-    if isinstance(command, click.Group):
-        name, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+    context = command.make_context(command.name, list(words), parent=parent)
+    rest = [*context._protected_args, *context.args]
+    if isinstance(command, click.Group) and (rest or not command.invoke_without_command):
+        name, found, rest = command.resolve_command(context, rest)
         assert found is not None, name
         _parse(found, rest, context)
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
-    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose)):
-        place, _, _ = link.partition("#")
-        assert not place or re.match(r"https?://", place) or (page.parent / place).exists(), link
+def test_the_messages_of_errors_in_a_page_are_those_of_the_sources(page: Path) -> None:
+    assert [message for message in quoted_messages(page) if not is_written(message)] == []
 
 
 # ── what runs the pages can fail ─────────────────────────────────────────────────────────────────────────────────
@@ -108,7 +105,7 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     [
         ("```python\nprint(1 + 1)  # → 3\n```\n", "expected '3'"),
         ("```python\n1 + 1  # → 3\n```\n", "expected '3'"),
-        ("```python\nprint('a')\nprint('b')\n```\n\n```text output\na\nc\n```\n", "it printed"),
+        ("```python\nprint('a')\nprint('b')\n```\n\n```text title=\"Output\"\na\nc\n```\n", "it printed"),
         ("```python\nx = 1\n```\n\n```python\nassert x == 2, x\n```\n", "1"),
         ("```python\nfor word in 'ab':\n    print(word)  # → c\n```\n", "expected 'c'"),
     ],
@@ -128,7 +125,7 @@ def test_a_page_is_one_program_with_the_lines_of_the_page(monkeypatch: pytest.Mo
     page = tmp_path / "page.md"
     page.write_text(
         "words\n\n```python\nfor x in (1, 2):\n    print(x)  # → 1\n```\nwords\n```python\n    print(-x)\n```\n"
-        "```text output\n1\n…\n-2\n```\n```python no-run: this one needs the hosted service\nnothing()\n```\n"
+        '```text title="Output"\n1\n…\n-2\n```\n```python title="Not run: needs the hosted service"\nnothing()\n```\n'
         "```python\nx  # → 2\n{'a': 1.5}  # → {'a': …}\n```\n"
     )
     assert run(page).output == "1\n-1\n2\n-2\n"
@@ -147,3 +144,14 @@ def test_an_ellipsis_stands_for_anything() -> None:
     assert matches("a … c", "a b c")
     assert matches("…\nb", "1\n2\nb")
     assert not matches("a\nb", "a\nb\nc")
+
+
+def test_a_message_that_nobody_writes_is_found_out(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "| you see | do |\n|---|---|\n| `ValueError: data is empty` | x |\n| `ValueError: nobody … writes this` | x |\n"
+    )
+    assert [(message, is_written(message)) for message in quoted_messages(page)] == [
+        ("data is empty", True),
+        ("nobody … writes this", False),
+    ]
