@@ -19,8 +19,10 @@ import pytest
 
 import tinkex
 from support import MODEL, Keyed, Wire, sample_json
+from tinkex.cli import run
 from tinkex.cli.main import main
 from tinkex.server.state import Limits
+from tinkex.server.store import LOCAL_OWNER
 
 
 def command() -> list[str]:
@@ -77,12 +79,63 @@ def test_help_is_quick_and_lists_the_commands() -> None:
     assert shown.returncode == 0
     for word in ("serve", "demo", "--version"):
         assert word in shown.stdout
-    assert tool("-h").stdout == shown.stdout
 
 
 def test_the_version() -> None:
     shown = tool("--version")
-    assert (shown.returncode, shown.stdout) == (0, f"tinkex {tinkex.__version__}\n")
+    assert shown.returncode == 0
+    assert re.fullmatch(rf"tinkex {re.escape(tinkex.__version__)}( \([0-9a-f]+\))?\n", shown.stdout)
+
+
+HEAVY = {"aiohttp", "asyncio", "msgspec", "numpy", "rich", "sqlite3", "starlette", "tinkex.config", "torch"}
+LOADED = """
+import atexit, sys
+from tinkex.cli.main import main
+atexit.register(lambda: print(*sys.modules))
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "environment"),
+    [
+        (("--help",), {}),
+        (("run", "--help"), {}),
+        (("checkpoint", "--help"), {}),
+        (("completion", "zsh"), {}),
+        ((), {"_TINKEX_COMPLETE": "bash_complete", "COMP_WORDS": "tinkex ", "COMP_CWORD": "1"}),
+        ((), {"_TINKEX_COMPLETE": "bash_complete", "COMP_WORDS": "tinkex checkpoint ", "COMP_CWORD": "2"}),
+    ],
+)
+def test_help_and_completion_import_nothing_heavy(words: tuple[str, ...], environment: dict[str, str]) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", LOADED, *words],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    modules = set(shown.stdout.splitlines()[-1].split())
+    assert "tinkex.cli.main" in modules
+    assert not modules & HEAVY
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_told_how_to_complete(shell: str) -> None:
+    script = run(["completion", shell]).data
+    assert "_TINKEX_COMPLETE=" in script
+    assert "tinkex" in script
+    assert run(["completion", "tcsh"]).exit_code == 1
+
+
+def test_commands_and_options_are_completed() -> None:
+    words = {"_TINKEX_COMPLETE": "bash_complete", "COMP_WORDS": "tinkex ch", "COMP_CWORD": "1"}
+    assert tool(**words).stdout.splitlines() == ["plain,checkpoint"]
+    words |= {"COMP_WORDS": "tinkex checkpoint set", "COMP_CWORD": "2"}
+    assert tool(**words).stdout.splitlines() == ["plain,set-ttl"]
+    words |= {"COMP_WORDS": "tinkex run list --acc", "COMP_CWORD": "3"}
+    assert tool(**words).stdout.splitlines() == ["plain,--access-scope"]
 
 
 def test_the_help_of_serve() -> None:
@@ -95,12 +148,11 @@ def test_the_help_of_serve() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("nothing",), ("serve", "--nothing"), ("serve", "--port", "many")])
-def test_wrong_usage_is_one_error(arguments: tuple[str, ...]) -> None:
-    shown = tool(*arguments)
-    assert shown.returncode == 2
-    assert shown.stdout == ""
-    assert "Error: " in shown.stderr
-    assert "Traceback" not in shown.stderr
+def test_wrong_usage_is_one_error(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments).exit_code == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Error: " in shown.err
 
 
 def stopped(process: subprocess.Popen[str], number: signal.Signals) -> None:
@@ -179,22 +231,31 @@ def test_a_server_that_is_told_to_stop_twice_ends_at_once(serve: Serve) -> None:
     assert time.monotonic() - began < 1
 
 
-def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
+def test_keys_are_made_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ("--data-dir", str(tmp_path / "data"))
-    assert "there is no data" in tool("key", "list", *place).stderr
-    made = tool("key", "create", "laptop", "--owner", "ada", *place)
-    assert re.fullmatch(r"tml-[A-Za-z0-9_-]{43}\n", made.stdout)
-    assert "key 1 (laptop) of ada" in made.stderr
-    shown = tool("key", "list", *place)
-    assert shown.stdout.startswith("1\tada\tlaptop\tmade ")
-    assert shown.stdout.endswith("\tnever used\tvalid\n")
-    assert made.stdout.strip() not in shown.stdout
-    assert tool("key", "revoke", "1", *place).returncode == 0
-    assert "\trevoked " in tool("key", "list", *place).stdout
-    again = tool("key", "revoke", "1", *place)
-    assert again.returncode == 1
-    assert "no valid key 1" in again.stderr
-    assert tool("key", "create", "x", "--owner", " ", *place).returncode == 2
+
+    def key(*words: str) -> tuple[int, str, str]:
+        code = run(["key", *words, *place]).exit_code
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    assert "there is no data" in key("list")[2]
+    _, made, told = key("create", "laptop", "--owner", "ada")
+    assert re.fullmatch(r"tml-[A-Za-z0-9_-]{43}\n", made)
+    assert "key 1 (laptop) of ada" in told
+    _, shown, _ = key("list")
+    assert shown.startswith("Keys (1)\nID\tOwner\tName\tMade\tLast Used\tStatus\n1\tada\tlaptop\t")
+    assert shown.endswith("\tnever\tvalid\n")
+    assert made.strip() not in shown
+    known = json.loads(key("list", "--json")[1])["keys"][0]
+    assert (known["id"], known["owner"], known["name"], known["last_used"]) == (1, "ada", "laptop", None)
+    assert key("revoke", "1")[:2] == (0, "key 1 is revoked\n")
+    assert "\trevoked " in key("list")[1]
+    code, _, told = key("revoke", "1")
+    assert code == 1
+    assert "no valid key 1" in told
+    assert key("create", "x", "--owner", " ")[0] == 1
+    assert json.loads(key("create", "x", "--json")[1])["owner"] == LOCAL_OWNER
 
 
 def test_a_key_on_record_closes_the_server_and_lets_it_listen_anywhere(serve: Serve, tmp_path: Path) -> None:
@@ -230,7 +291,7 @@ def test_a_busy_port_is_one_line(serve: Serve) -> None:
 def test_other_machines_are_not_let_in_without_a_key(serve: Serve, host: str) -> None:
     process = serve("--host", host)
     shown, errors = process.communicate(timeout=30)
-    assert process.returncode == 2
+    assert process.returncode == 1
     assert shown == ""
     assert "TINKEX_SERVER_API_KEY" in errors
     assert "Traceback" not in errors
@@ -241,19 +302,19 @@ def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     """Runs a command that must fail, in this process; returns its one error."""
     handler = signal.getsignal(signal.SIGTERM)
 
-    def run(*arguments: str) -> str:
+    def fail(*arguments: str) -> str:
         monkeypatch.setenv("TINKEX_HUB_CACHE", "0")
         monkeypatch.setattr(sys, "argv", ["tinkex", *arguments])
         with pytest.raises(SystemExit) as caught:
             main()
-        assert caught.value.code in (1, 2)
+        assert caught.value.code == 1
         shown = capsys.readouterr()
         assert shown.out == ""
         assert "Traceback" not in shown.err
         assert "Error: " in shown.err
         return shown.err
 
-    yield run
+    yield fail
     signal.signal(signal.SIGTERM, handler)
 
 

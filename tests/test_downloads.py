@@ -474,3 +474,10 @@ def test_files_are_plain_ones_whatever_the_archive_says(tmp_path: Path) -> None:
     archive.write_bytes(tar_of({}, members=[(wild, b"hi")]))
     [path] = extract(archive, tmp_path)
     assert path.stat().st_mode & 0o7111 == 0
+
+
+def test_with_resume_nothing_stays_of_a_download_that_has_not_begun(server: FaultyServer, tmp_path: Path) -> None:
+    server.script(ARCHIVE, Answer(404, {"detail": "gone"}))
+    with pytest.raises(tinkex.NotFoundError):
+        tinkex.download(rest_of(server), PATH, tmp_path, resume=True)
+    assert left_in(tmp_path) == []

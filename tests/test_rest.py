@@ -279,6 +279,12 @@ CASES = [
     ),
     Case("assign_session_project", ("sess-1", "p1"), "PUT sessions/sess-1/project", body={"project_id": "p1"}),
     Case(
+        "finish_session",
+        ("sess-1", "errored", "it broke"),
+        "POST sessions/sess-1/finish",
+        body={"reason": {"type": "errored"}, "detail": "it broke"},
+    ),
+    Case(
         "export_session_trace",
         ("sess-1",),
         "GET sessions/sess-1/trace_export",
@@ -438,11 +444,13 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
             "get_sampler": (),
             "export_session_trace": (),
             "assign_session_project": ("p",),
+            "finish_session": (),
         }.items()
         for bad in ("", "..", None)
     ),
     *(("get_checkpoint_archive_url", (PATH,), {"max_retries": n}, "max_retries") for n in (0, -1, True, 1.5)),
     ("get_checkpoint_archive_url", (PATH,), {"retry_delay": -1}, "retry_delay"),
+    ("finish_session", ("sess-1", "bored"), {}, "reason"),
 ]
 REFUSED_ADMIN: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("get_audit_log", ("everything",), {}, "event_type"),

@@ -432,7 +432,13 @@ EXTRAS = """
 1.14.2 checkpoints are downloaded
 1.14.3 archives are unpacked safely
 1.15 tinker paths and lifetimes
-1.16 the command line
+1.16.1 the command line: help, exit codes, common options, errors on stderr
+1.16.2 every command with its options, and what is missing told before anything is sent
+1.16.3 a checkpoint is saved and written down by one command
+1.16.4 samples by one command: prompts, output, whose fault a failure is
+1.16.5 lists by pages; what each command prints, for people and for programs
+1.16.6 many are deleted after a question, and failures do not stop the rest
+1.16.7 sizes, times and states in words
 1.17 files and forms
 """
 """Sections of what surrounds the core: telemetry, metrics, recovery, regularizers and so on."""

@@ -70,11 +70,12 @@ class ChatFormat:
             self.tokenizer.encode(text, add_special_tokens=False) if self._is_usual else self.tokenizer.encode(text)
         )
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int] | Array) -> str:
         """The text of tokens, without special ones."""
-        if self._is_usual:
-            return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-        return str(self.tokenizer.decode(list(tokens)))
+        ids = [int(token) for token in tokens]
+        return str(
+            self.tokenizer.decode(ids, skip_special_tokens=True) if self._is_usual else self.tokenizer.decode(ids)
+        )
 
     def _text(self, messages: Sequence[Message], *, generate: bool = False) -> str:
         """A conversation as text, or ready for an answer; `ValueError` says why the template refuses it."""

@@ -173,15 +173,20 @@ class _Download:
                 await self._fetch_archive(files)
             await asyncio.to_thread(self._swap, files)
         except DownloadError as error:
-            keep = self._resume and error.reason == "download_failed"
+            keep = error.reason == "download_failed" and self._can_resume()
             raise
         except (APIError, asyncio.CancelledError):
-            keep = self._resume
+            keep = self._can_resume()
             raise
         finally:
             if not keep:
                 await asyncio.shield(asyncio.to_thread(shutil.rmtree, self._scratch, True))
         return Downloaded(self._target, self._path)
+
+    def _can_resume(self) -> bool:
+        """Whether there is anything that the next download could go on from."""
+        begun = [self._scratch / "archive", *(self._scratch / "parts").glob("*")]
+        return self._resume and any(file.exists() for file in begun)
 
     async def _fetch_archive(self, files: Path) -> None:
         archive = self._scratch / "archive"

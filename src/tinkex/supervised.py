@@ -2,8 +2,8 @@
 
     examples, bad = read_examples("examples.jsonl")
     rendered, refused = render(examples, ChatFormat(client.get_tokenizer()))
-    plan = Plan(examples=len(rendered), steps=100, batch_size=16)
-    FineTune(client, plan, rendered, RunFolder.create("run", {}, {})).run()
+    rows = fit(rendered, 4096).rendered
+    FineTune(client, Plan(examples=len(rows), steps=100), rows, RunFolder.create("run", {}, {})).run()
 
 Everything that a step does follows from its number, so a run that goes on from a checkpoint does what it would have
 done without the break. `tinkex train` is this, with options.
@@ -404,10 +404,12 @@ class Progress:
     step: int
     loss: float | None
     eval_loss: float | None
+    made: int
+    """Steps that this loop has made, …"""
     tokens: int
-    """Tokens of the steps that this loop has made."""
+    """… their tokens, …"""
     seconds: float
-    """How long it took for them."""
+    """… and how long it took for them."""
 
 
 @dataclass(frozen=True)
@@ -449,7 +451,7 @@ class FineTune:
         self.client, self.plan, self.folder = client, plan, folder
         self._train, self._held_out, self._name, self._listener = train, held_out, name, listener
         self._stopping = False
-        self._tokens = 0
+        self._made = self._tokens = 0
         self._began = time.perf_counter()
 
     def stop(self) -> None:
@@ -500,6 +502,7 @@ class FineTune:
             sent.stepped.result()
             loss, step = total / weight, sent.done - 1
             tokens = sum(row.tokens.size for row in sent.rows)
+            self._made += 1
             self._tokens += tokens
             self.folder.log(
                 {
@@ -517,7 +520,8 @@ class FineTune:
             self.folder.log({"step": sent.done, "eval_loss": eval_loss})
         if sent.saved is not None:
             self.folder.add_checkpoint(sent.done, sent.saved.result().path)
-        self._listener(Progress(sent.done, loss, eval_loss, self._tokens, time.perf_counter() - self._began))
+        seconds = time.perf_counter() - self._began
+        self._listener(Progress(sent.done, loss, eval_loss, self._made, self._tokens, seconds))
 
 
 def _groups(rows: Sequence[Rendered], size: int) -> Iterator[Sequence[Rendered]]:

@@ -80,10 +80,10 @@ def login(as_json: bool, connection: Connection) -> Outcome:
     url = asked.config().base_url
     if is_embedded(url):
         raise CommandError("the backend inside this process needs no key")
+    path = credentials_file()
+    book = read_credentials(path)  # before the server is asked, in case it cannot be read
     with asked.rest() as rest:
         known = _describe(rest)
-    path = credentials_file()
-    book = read_credentials(path)
     entry = {"type": "manual", "key": key, "name": known.name, "note": known.note, "details": known.details}
     book["keys"][str(known.key_id)] = entry
     book["default"] = str(known.key_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -266,7 +267,10 @@ def chat(
             tell(f"{model_or_path or base_model} {place_of(service)}; /help lists the commands, Ctrl-D leaves")
             _converse(talk)
         else:
-            _answer_lines(talk, as_json=output_format == "json")
+            try:
+                _answer_lines(talk, as_json=output_format == "json")
+            except BrokenPipeError:  # whoever read the answers has enough; nothing is left to be flushed at the end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _never_fail_to_write() -> None:
@@ -325,8 +329,12 @@ def _converse(talk: Chat) -> None:
                 continue
             answer = talk.ask(text, _write)
             click.echo()
-            if answer.reason != "stop":
-                talk.tell("(stopped)" if answer.reason == "interrupted" else "(--max-tokens reached)")
+            if answer.reason == "interrupted":
+                talk.tell("(stopped)")
+            elif not answer.text:
+                talk.tell("(no answer; your message is taken back)")
+            elif answer.reason == "length":
+                talk.tell("(cut off: --max-tokens, or the model's longest text)")
         except KeyboardInterrupt:
             click.echo("\n(stopped)")
         except CommandError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,6 +190,8 @@ def diff(
     Each is a tinker:// path, which is downloaded for the purpose, or a directory. The relative difference is the norm
     of the difference over the norm of the first.
     """
+    import tempfile
+
     remote = [checked_path(place) for place in (first, second) if place.startswith("tinker://")]
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tinkex-diff-")))

@@ -6,7 +6,7 @@ import contextlib
 import datetime as dt
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,7 @@ from tinkex.cli.output import Column, iso, print_json, print_table, when
 from tinkex.cli.results import CommandError, Outcome
 
 if TYPE_CHECKING:
+    from tinkex.server.accounts import Key
     from tinkex.server.store import Store
 
 COLUMNS = (
@@ -77,38 +78,35 @@ def list_command(data_dir: Path | None, as_json: bool) -> Outcome:
 
     with _store(data_dir) as store:
         known = list(list_keys(store))
-    rows = [
-        (item.id, item.owner, item.name, *map(_moment, (item.created, item.last_used, item.revoked))) for item in known
-    ]
-    data = {
-        "keys": [
-            {
-                "id": number,
-                "owner": owner,
-                "name": name,
-                "created": iso(made),
-                "last_used": iso(used),
-                "revoked": iso(revoked),
-            }
-            for number, owner, name, made, used, revoked in rows
-        ]
-    }
+    data = {"keys": [_key_data(item) for item in known]}
     if as_json:
         print_json(data)
     else:
-        cells = [
-            (
-                number,
-                owner,
-                name,
-                when(made),
-                "never" if used is None else when(used),
-                "valid" if revoked is None else f"revoked {when(revoked)}",
-            )
-            for number, owner, name, made, used, revoked in rows
-        ]
-        print_table(f"Keys ({len(cells)})", COLUMNS, cells)
+        print_table(f"Keys ({len(known)})", COLUMNS, [_row(item) for item in known])
     return Outcome(data)
+
+
+def _key_data(item: Key) -> dict[str, Any]:
+    return {
+        "id": item.id,
+        "owner": item.owner,
+        "name": item.name,
+        "created": iso(_moment(item.created)),
+        "last_used": iso(_moment(item.last_used)),
+        "revoked": iso(_moment(item.revoked)),
+    }
+
+
+def _row(item: Key) -> tuple[object, ...]:
+    used, revoked = _moment(item.last_used), _moment(item.revoked)
+    return (
+        item.id,
+        item.owner,
+        item.name,
+        when(_moment(item.created)),
+        "never" if used is None else when(used),
+        "valid" if revoked is None else f"revoked {when(revoked)}",
+    )
 
 
 @key.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from tinkex.cli.completion import VARIABLE
 from tinkex.cli.options import CommandGroup
 from tinkex.cli.results import Invocation, Outcome, Result, invocation_of
 
@@ -96,9 +98,14 @@ def cli(context: click.Context, form: str | None) -> None:
 def run(argv: Sequence[str] | None = None) -> Result:
     """Run a command and say how it ended; what goes wrong on purpose is one error on stderr."""
     called = Invocation()
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        returned = cli.main(None if argv is None else list(argv), prog_name="tinkex", standalone_mode=False, obj=called)
+        # Not `cli.main`, which ends the process when whoever reads its output goes away.
+        with cli.make_context("tinkex", words, obj=called) as context:
+            returned = cli.invoke(context)
         sys.stdout.flush()
+    except click.exceptions.Exit as error:
+        return Result(error.exit_code, called.command)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return Result(0, called.command)
@@ -108,8 +115,8 @@ def run(argv: Sequence[str] | None = None) -> Result:
     except click.ClickException as error:
         _show(error)
         return Result(1, called.command, error=getattr(error, "cause", None) or error)
-    except BrokenPipeError as error:  # whoever reads has had enough; nothing more is to be flushed to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError as error:
+        _abandon_stdout()
         return Result(1, called.command, error=error)
     except Exception as error:
         if not hasattr(error, "hint"):  # not one of ours: a traceback is worth more than a message
@@ -119,11 +126,17 @@ def run(argv: Sequence[str] | None = None) -> Result:
     return _result(called.command, returned)
 
 
+def _abandon_stdout() -> None:
+    """Nobody reads any more: what is still to be flushed goes nowhere, without another error."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 def _result(command: str, returned: Any) -> Result:
     if isinstance(returned, Outcome):
         return Result(returned.exit_code, command, returned.data, returned.response)
-    if isinstance(returned, int):  # left early, by `context.exit`
-        return Result(returned, command)
     return Result(0, command, returned)
 
 
@@ -139,4 +152,6 @@ def _show(error: click.ClickException) -> None:
 
 def main() -> None:
     """Run the command line of this process, and end it."""
+    if VARIABLE in os.environ:  # the shell asks for completions
+        cli.main(prog_name="tinkex", complete_var=VARIABLE)
     sys.exit(run().exit_code)

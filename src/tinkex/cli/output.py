@@ -5,6 +5,7 @@ Sizes and times are rounded for people. JSON has them whole: bytes, and times by
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import os
@@ -177,6 +178,10 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
+def _is_styled() -> bool:
+    return not os.environ.get("NO_COLOR")
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a table; only one that folds may be broken into lines, and nothing is ever cut off."""
@@ -215,7 +220,7 @@ def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]
             click.echo()
             print_fields({column.title: value for column, value in zip(columns, row, strict=True)})
         return
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold" if _is_styled() else "")
     for column, width in zip(columns, least, strict=True):
         justify: Literal["left", "right"] = "right" if column.right else "left"
         table.add_column(column.title, overflow="fold", no_wrap=not column.folds, min_width=width, justify=justify)
@@ -236,22 +241,25 @@ def print_fields(fields: Mapping[str, object]) -> None:
         return
     indent = max(map(len, shown), default=0) + GAP
     room = max(NARROWEST_FOLD, shutil.get_terminal_size().columns - indent)
-    plain = "NO_COLOR" in os.environ
     for label, value in shown.items():
         lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
         name = label.ljust(indent)
         if lines:
-            click.echo((name if plain else click.style(name, bold=True)) + f"\n{' ' * indent}".join(lines))
+            click.echo((click.style(name, bold=True) if _is_styled() else name) + f"\n{' ' * indent}".join(lines))
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file, and the directories that it lies in; all of it or nothing."""
+    """Write a file, and the directories that it lies in; all of it or nothing, unless it is a device or a pipe."""
     path = path.expanduser()
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(text, encoding="utf-8")
+            return
         scratch.write_text(text, encoding="utf-8")
         os.replace(scratch, path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink()
         raise CommandError(f"{path} cannot be written: {error.strerror or error}", error) from None

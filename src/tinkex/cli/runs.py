@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -183,22 +184,26 @@ def _line(data: Any) -> str:
 class _Tokenizer:
     """A tokenizer that is loaded when it is needed: token ids that are to come back as token ids need none."""
 
-    def __init__(self, load: Callable[[], Any]) -> None:
-        self._load, self._loaded = load, None
+    def __init__(self, load: Callable[..., Any]) -> None:
+        self._load = load
 
-    @property
-    def loaded(self) -> Any:
-        self._loaded = self._loaded or self._load()
-        return self._loaded
+    @functools.cached_property
+    def _loaded(self) -> Any:
+        from tinkex.errors import TinkerError
+
+        try:
+            return self._load(backend="tokenizers")  # loads in a tenth of the other library's time
+        except TinkerError:
+            return self._load()
 
     def encode(self, text: str) -> list[int]:
         """Text as token ids."""
-        return list(self.loaded.encode(text))
+        return list(self._loaded.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Token ids as text; a note in brackets when they cannot be read."""
         try:
-            return str(self.loaded.decode(tokens))
+            return str(self._loaded.decode(tokens))
         except Exception as error:  # of whatever kind: the samples are there, and are worth showing
             return f"[could not be decoded: {error}]"
 

@@ -129,7 +129,9 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     help="What a pair is: a text that goes on as it is, or a question and its answer.",
 )
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of adapter, order and split.")
-@click.option("--eval-split", type=click.FloatRange(0, 1, max_open=True), help="Fraction of examples to hold out.")
+@click.option(
+    "--eval-split", type=click.FloatRange(0, 1, min_open=True, max_open=True), help="Fraction of examples to hold out."
+)
 @click.option("--eval-file", type=click.Path(path_type=Path), help="File of examples to evaluate on.")
 @click.option(
     "--eval-every", type=click.IntRange(1), help="Steps between evaluations.  [default: an epoch; always at the end]"
@@ -189,6 +191,8 @@ def train(context: click.Context, /, **options: Any) -> None:
     _choose_one(context, options)
     if options["resume"] is not None:
         _take_up(context, options)
+    if options["eval_every"] is not None and options["eval_split"] is None and options["eval_file"] is None:
+        raise click.UsageError("--eval-every has no effect without --eval-split or --eval-file", context)
     if options["data"] is None:
         raise click.UsageError("give a file of examples: tinkex train DATA.jsonl (or --resume DIR)", context)
     if not options["learning_rate"] > 0 or math.isinf(options["learning_rate"]):
@@ -248,9 +252,8 @@ class Command:
         self.json = options["output_format"] == "json"
         _never_fail_to_write()
         self.notes = Console(stderr=True, highlight=False)
-        self.name = (
-            re.sub(r"[^A-Za-z0-9._-]+", "-", options["name"] or options["data"].stem).lstrip(".-")[:100] or "run"
-        )
+        given = re.sub(r"[^A-Za-z0-9._-]+", "-", options["name"] or options["data"].stem)
+        self.name = given.lstrip(".-").rstrip("-")[:100] or "run"
         self.folder: RunFolder | None = None
         self.place = self.model = ""
         self._services = contextlib.ExitStack()
@@ -639,8 +642,7 @@ class _Display:
         if progress.eval_loss is not None:
             self._eval_loss = f"held out {progress.eval_loss:.4f}"
         rate = progress.tokens / progress.seconds if progress.seconds else 0.0
-        made = progress.step - self._first
-        left = progress.seconds / made * (self._plan.steps - progress.step) if made > 0 else None
+        left = progress.seconds / progress.made * (self._plan.steps - progress.step) if progress.made else None
         speed = f"{rate:,.0f} tokens/s" if progress.tokens else ""
         time_left = "" if left is None else f"{_duration(left)} left"
         if self._bar is not None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
-import tarfile
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -163,6 +160,8 @@ def _packer(output: Path) -> Packer:
 
 
 def _tar(directory: Path, files: list[str], made: Path, mode: Any) -> Path:
+    import tarfile
+
     with tarfile.open(made, mode) as archive:
         for file in files:
             archive.add(directory / file, file)
@@ -170,6 +169,8 @@ def _tar(directory: Path, files: list[str], made: Path, mode: Any) -> Path:
 
 
 def _zip(directory: Path, files: list[str], made: Path) -> Path:
+    import zipfile
+
     with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:  # weights do not get smaller
         for file in files:
             archive.write(directory / file, file)
@@ -285,6 +286,8 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
 
     A training client that is created from that path computes what PEFT computes with the adapter, and trains on.
     """
+    import sqlite3
+
     from tinkex.engine import EngineError
     from tinkex.local import default_data_dir, require_packages, resolve_models
 

@@ -1,0 +1,178 @@
+"""What the doctor finds, and what it says of it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tinkex
+from faulty import Answer, FaultyServer, faulty_server
+from tinkex.cli import doctor, run
+from tinkex.cli.doctor import Finding
+
+
+@pytest.fixture(autouse=True)
+def no_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Loading torch takes seconds; what its process says is told here."""
+    monkeypatch.setattr(doctor, "TORCH", 'print(\'{"version": "9", "threads": 2, "device": "cpu", "memory": null}\')')
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    with faulty_server() as server:
+        monkeypatch.setenv("TINKER_BASE_URL", server.base_url)
+        yield server
+
+
+@pytest.fixture
+def port() -> str:
+    """A free port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return str(listener.getsockname()[1])
+
+
+def examine(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    """The exit code, and the findings by name."""
+    capsys.readouterr()
+    result = run(["doctor", "--json", *words])
+    found = json.loads(capsys.readouterr().out)
+    assert found == result.data
+    assert found["ok"] == (result.exit_code == 0)
+    return result.exit_code, {item["name"]: item for item in found["checks"]}
+
+
+def dated(**off: float) -> Answer:
+    moment = dt.datetime.now(dt.UTC) + dt.timedelta(**off)
+    return Answer(body={"supported_models": []}, headers={"Date": format_datetime(moment, usegmt=True)})
+
+
+def test_a_healthy_machine_is_told_so(faulty: FaultyServer, port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    faulty.script("get_server_capabilities", dated())
+    code, found = examine(capsys, "--port", port)
+    assert code == 0
+    expected = ["python", "versions", "torch", "device", "memory", "disk", "port", "key", "server", "clock"]
+    assert list(found) == expected
+    assert {item["status"] for item in found.values()} == {"ok"}
+    assert tinkex.__version__ in found["versions"]["detail"]
+    assert found["torch"]["detail"] == "9, 2 threads"
+    run(["doctor", "--port", port])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["10 checks: all is well", "Status\tCheck\tFound\tFix"]
+    assert len(lines) == 12
+
+
+def test_a_dead_server_is_an_error_within_seconds(
+    monkeypatch: pytest.MonkeyPatch, port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    code, found = examine(capsys, "--base-url", f"http://127.0.0.1:{port}")
+    assert time.monotonic() - began < 5
+    assert (code, found["server"]["status"]) == (1, "error")
+    assert "whether the server runs" in found["server"]["fix"]
+
+
+def test_a_server_that_says_nothing_is_given_up(faulty: FaultyServer, capsys: pytest.CaptureFixture[str]) -> None:
+    faulty.script("get_server_capabilities", Answer(body={"supported_models": []}, delay=20))
+    began = time.monotonic()
+    code, found = examine(capsys, "--timeout", "300")
+    assert time.monotonic() - began < 5
+    assert (code, found["server"]["status"]) == (1, "error")
+
+
+def test_an_answer_that_makes_no_sense_is_an_error(faulty: FaultyServer, capsys: pytest.CaptureFixture[str]) -> None:
+    for body in (b"<html>", b"[]"):
+        faulty.script("get_server_capabilities", Answer(body=body))
+        code, found = examine(capsys)
+        assert (code, found["server"]["status"]) == (1, "error")
+
+
+def test_a_refused_key_is_told_apart_from_a_dead_server(
+    faulty: FaultyServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faulty.script("get_server_capabilities", Answer(401, {"detail": "who are you"}))
+    code, found = examine(capsys, "--api-key", "tml-secret-of-mine")
+    assert code == 1
+    assert "refuses the key" in found["server"]["detail"]
+    assert "tinkex auth login" in found["server"]["fix"]
+    assert found["key"]["detail"].startswith("from --api-key")
+    assert "secret-of" not in str(found)
+
+
+def test_no_key_at_all_is_an_error_and_the_rest_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = examine(capsys)
+    assert (code, found["key"]["status"]) == (1, "error")
+    assert "--api-key" in found["key"]["fix"]
+    assert "server" not in found
+    assert found["python"]["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status", "code"), [(5, "ok", 0), (-5, "ok", 0), (90, "warning", 0), (-4000, "error", 1)]
+)
+def test_a_clock_that_is_off_is_told(
+    faulty: FaultyServer, capsys: pytest.CaptureFixture[str], seconds: float, status: str, code: int
+) -> None:
+    faulty.script("get_server_capabilities", dated(seconds=seconds))
+    ended, found = examine(capsys)
+    assert (ended, found["clock"]["status"]) == (code, status)
+
+
+def test_a_busy_port_is_a_warning(faulty: FaultyServer, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, found = examine(capsys, "--port", str(taken.getsockname()[1]))
+    assert (code, found["port"]["status"]) == (0, "warning")
+    assert "--port 0" in found["port"]["fix"]
+
+
+def test_torch_matters_only_where_models_run_here(
+    monkeypatch: pytest.MonkeyPatch, faulty: FaultyServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "TORCH", "raise ImportError('libsomething.so is missing')")
+    code, found = examine(capsys)
+    assert (code, found["torch"]["status"]) == (0, "warning")
+    assert "libsomething.so" in found["torch"]["detail"]
+    code, found = examine(capsys, "--base-url", "local")
+    assert (code, found["torch"]["status"]) == (1, "error")
+    assert found["server"]["detail"] == "inside this process"
+    monkeypatch.setattr(doctor, "TORCH", "import time; time.sleep(20)")
+    monkeypatch.setattr(doctor, "TORCH_SECONDS", 0.3)
+    code, found = examine(capsys)
+    assert "0.3 s" in found["torch"]["detail"]
+    monkeypatch.setattr("tinkex.local.LOCAL_PACKAGES", ("a_package_that_is_not_there",))
+    code, found = examine(capsys)
+    assert "pip install 'tinkex[local]'" in found["torch"]["fix"]
+
+
+def test_little_memory_and_little_room_are_warnings(
+    monkeypatch: pytest.MonkeyPatch, faulty: FaultyServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "LITTLE_MEMORY", 1 << 60)
+    monkeypatch.setattr(doctor, "LITTLE_DISK", 1 << 60)
+    code, found = examine(capsys)
+    assert code == 0
+    assert found["memory"]["status"] == found["disk"]["status"] == "warning"
+
+
+def test_an_old_python_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "OLDEST_PYTHON", (99, 0))
+    [found] = doctor.check_python()
+    assert isinstance(found, Finding)
+    assert found.status == "error"
+
+
+@pytest.mark.slow
+def test_torch_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    shown = subprocess.run([sys.executable, "-c", doctor.TORCH], capture_output=True, text=True, check=True)
+    assert json.loads(shown.stdout).keys() == {"version", "threads", "device", "memory"}
