@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: demo test slow crash versions lint format coverage dist-check clean help
+.PHONY: demo test slow crash versions lint format coverage docs dist-check clean help
 
 help:
 	@echo "make demo        watch a small model learn to add, on this machine"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint        linter, formatter in check mode, strict types, layers"
 	@echo "make format      format the code"
 	@echo "make coverage    list every numbered requirement and the tests that show it"
+	@echo "make docs        build the documentation site into site/; a link that leads nowhere ends it"
 	@echo "make dist-check  build wheel and sdist, install them into empty environments, try them"
 
 demo: $(VENV)/.local
@@ -47,6 +48,9 @@ format: $(VENV)/.test
 coverage: $(VENV)/.test
 	@$(BIN)/python tools/coverage.py $(ARGS)
 
+docs: $(VENV)-docs/.docs
+	$(VENV)-docs/bin/python tools/site.py $(ARGS)
+
 dist-check: $(VENV)/.test
 	$(BIN)/python tools/dist_check.py
 
@@ -64,5 +68,11 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python tools/clients.py --quick
 	@touch $@ $(VENV)/.local
 
+$(VENV)-docs/.docs: pyproject.toml constraints.txt
+	@echo "setting up (once): installing tinkex and what builds its documentation into $(VENV)-docs …"
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-clients dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs .venv-clients dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis

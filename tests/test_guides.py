@@ -1,29 +1,157 @@
-"""The examples in the guides run as they stand."""
+"""The examples of the documentation run as they stand, and print what they say they print; `pages` says how."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs"
+import tinkex
+from pages import ROOT, blocks, commands, is_written, matches, name_of, pages, quoted_messages, run
+from tinkex import events, metrics
+
+MOST_NOT_RUN = 8
+SLOW = {"docs/guides/platforms.md"}
+"""Pages that take more than a few seconds: this one imports peft and transformers."""
+
+RUNNABLE = [page for page in pages() if any(block.is_run for block in blocks(page))]
+ALL = [ROOT / "README.md", *pages()]
+
+
+def _parameters() -> list[object]:
+    marks = {name: [pytest.mark.slow] for name in SLOW}
+    return [pytest.param(page, id=name_of(page), marks=marks.get(name_of(page), [])) for page in RUNNABLE]
+
+
+@pytest.fixture(scope="session")
+def backend() -> Iterator[None]:
+    """The embedded backend of `base_url="local"`, kept from one page to the next."""
+    with tinkex.ServiceClient(base_url="local") as keeper:
+        keeper.get_server_capabilities()
+        yield
+
+
+@pytest.fixture
+def clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A directory of its own, and nothing left behind in the process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(metrics, "_shared", None)
+    heard = {known.handler_id for known in events.handlers()}
+    yield
+    tinkex.configure()
+    for known in events.handlers():
+        if known.handler_id not in heard:
+            events.detach(known.handler_id)
+
+
+@pytest.mark.parametrize("page", _parameters())
+def test_the_examples_of_a_page_run_and_print_what_it_says(page: Path, backend: None, clean_process: None) -> None:
+    run(page)
+
+
+@pytest.mark.parametrize("page", ALL, ids=name_of)
+def test_blocks_say_what_they_are(page: Path) -> None:
+    """A Python block that nobody runs, and nobody says why, would rot."""
+    for block in blocks(page):
+        if block.language == "python":
+            assert block.is_run or block.reason, f"{name_of(page)}:{block.line}: {block.info!r}"
+        if block.reason is not None:
+            assert len(block.reason.split()) >= 3, f"{name_of(page)}:{block.line}: this is no reason: {block.reason!r}"
+            compile(block.text, name_of(page), "exec")
+        if block.language == "text":
+            assert block.info == "text" or block.is_output, f"{name_of(page)}:{block.line}: {block.info!r}"
+
+
+def test_few_blocks_are_not_run() -> None:
+    left_out = [f"{name_of(page)}:{block.line}" for page in ALL for block in blocks(page) if block.reason]
+    assert len(left_out) <= MOST_NOT_RUN, left_out
+
+
+@pytest.mark.parametrize("page", ALL, ids=name_of)
+def test_the_command_lines_of_a_page_are_understood(page: Path) -> None:
+    from tinkex.cli.main import cli
+
+    for line, words in commands(page):
+        try:
+            _parse(cli, words)
+        except click.ClickException as error:
+            if "does not exist" not in error.message:  # files of the reader's
+                raise AssertionError(f"{name_of(page)}:{line}: {' '.join(words)}: {error.message}") from error
+        except click.exceptions.Exit:
+            pass  # --help, --version
+
+
+def _parse(command: click.Command, words: list[str], parent: click.Context | None = None) -> None:
+    context = command.make_context(command.name, list(words), parent=parent)
+    rest = [*context._protected_args, *context.args]
+    if isinstance(command, click.Group) and (rest or not command.invoke_without_command):
+        name, found, rest = command.resolve_command(context, rest)
+        assert found is not None, name
+        _parse(found, rest, context)
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_the_messages_of_errors_in_a_page_are_those_of_the_sources(page: Path) -> None:
+    assert [message for message in quoted_messages(page) if not is_written(message)] == []
+
+
+# ── what runs the pages can fail ─────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
-    ("guide", "shown"),
+    ("text", "said"),
     [
-        ("metrics", r"(?s)^(\d+) \1\n.*p50 [\d.]+ ms.*# TYPE tinkex_requests_total counter.*epoch 3\n"),
-        ("regularizers", r"(?s)l1_sparsity 2\.5.*kl .*'total_grad_norm': \d"),
-        ("platforms", r"tinker://\S+/weights/taught.*taught', \["),
+        ("```python\nprint(1 + 1)  # → 3\n```\n", "expected '3'"),
+        ("```python\n1 + 1  # → 3\n```\n", "expected '3'"),
+        ("```python\nprint('a')\nprint('b')\n```\n\n```text title=\"Output\"\na\nc\n```\n", "it printed"),
+        ("```python\nx = 1\n```\n\n```python\nassert x == 2, x\n```\n", "1"),
+        ("```python\nfor word in 'ab':\n    print(word)  # → c\n```\n", "expected 'c'"),
     ],
-    ids=["metrics", "regularizers", "platforms"],
 )
-def test_the_examples_of_a_guide_run(guide: str, shown: str, tmp_path: Path) -> None:
-    text = (DOCS / f"{guide}.md").read_text(encoding="utf-8")
-    program = "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))  # each goes on where the last ended
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.search(shown, done.stdout), done.stdout
+def test_a_page_that_says_what_is_not_so_is_found_out(
+    text: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("pages.ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(AssertionError, match=said):
+        run(page)
+
+
+def test_a_page_is_one_program_with_the_lines_of_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("pages.ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "words\n\n```python\nfor x in (1, 2):\n    print(x)  # → 1\n```\nwords\n```python\n    print(-x)\n```\n"
+        '```text title="Output"\n1\n…\n-2\n```\n```python title="Not run: needs the hosted service"\nnothing()\n```\n'
+        "```python\nx  # → 2\n{'a': 1.5}  # → {'a': …}\n```\n"
+    )
+    assert run(page).output == "1\n-1\n2\n-2\n"
+    assert [block.line for block in blocks(page)] == [4, 9, 12, 17, 20]
+
+
+def test_commands_are_found_in_shell_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```sh\nmake x\nA=1 tinkex serve \\\n  --port 1 | cat  # words\ntinkex run 'a b' && tinkex x > y\n```\n"
+    )
+    assert commands(page) == [(3, ["serve", "--port", "1"]), (5, ["run", "a b"]), (5, ["x"])]
+
+
+def test_an_ellipsis_stands_for_anything() -> None:
+    assert matches("a … c", "a b c")
+    assert matches("…\nb", "1\n2\nb")
+    assert not matches("a\nb", "a\nb\nc")
+
+
+def test_a_message_that_nobody_writes_is_found_out(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "| you see | do |\n|---|---|\n| `ValueError: data is empty` | x |\n| `ValueError: nobody … writes this` | x |\n"
+    )
+    assert [(message, is_written(message)) for message in quoted_messages(page)] == [
+        ("data is empty", True),
+        ("nobody … writes this", False),
+    ]

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+import pytest
+
+from pages import ROOT, program, run
+
+PAGE = ROOT / "README.md"
+README = PAGE.read_text(encoding="utf-8")
 
 
-def test_the_training_loop_runs_and_learns() -> None:
-    program = "".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))  # each goes on where the last ended
-    assert "sample_stream" in program
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"^\d+ ([\d.]+) ", done.stdout, re.MULTILINE)]
+def test_the_training_loop_runs_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "sample_stream" in program(PAGE)
+    output = run(PAGE).output
+    losses = [float(loss) for loss in re.findall(r"^\d+ ([\d.]+) ", output, re.MULTILINE)]
     assert len(losses) == 10
     assert losses[-1] < losses[0] / 4
-    assert "tinker://" in done.stdout
+    assert "tinker://" in output
 
 
 def test_the_make_targets_it_names_exist() -> None:

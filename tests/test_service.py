@@ -554,3 +554,19 @@ def test_a_custom_loss_trains_a_model_as_a_plain_function_does(server_url: str) 
             client.optim_step(AdamParams(learning_rate=0.01)).result(20)
         losses = [client.forward(data, "cross_entropy").result(20).metrics["loss:sum"] for client in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_clients_take_a_config_in_place_of_single_settings(server_url: str) -> None:
+    config = tinkex.Config.resolve(base_url=server_url, timeout=7, user_metadata={"team": "evals"})
+    with tinkex.ServiceClient(config=config) as service, tinkex.RestClient(config=config) as rest:
+        assert service.get_server_capabilities().supported_models
+        assert service.holder.config is config
+        assert rest.get_session(service.holder.session_id).result().user_metadata == {"team": "evals"}
+    with tinkex.AdminClient(config=config) as admin:
+        assert admin.get_current_checkpoint_storage_usage().result() is not None
+
+
+@pytest.mark.parametrize("kind", [tinkex.ServiceClient, tinkex.RestClient, tinkex.AdminClient, tinkex.HttpClient])
+def test_a_config_beside_single_settings_is_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match="not both"):
+        kind(config=tinkex.Config.resolve(base_url="local"), base_url="local")

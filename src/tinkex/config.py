@@ -45,12 +45,26 @@ PollBackoff: TypeAlias = str | tuple[str, float, float] | Callable[[int], float]
 
 
 def is_embedded(base_url: str) -> bool:
-    """Whether a base URL names a backend inside this process: `local`, or `local:NAME`."""
+    """Whether a base URL names a backend inside this process: `local`, or `local:NAME`.
+
+    Args:
+        base_url: The address.
+
+    Returns:
+        True for `local` and what begins with `local:`.
+    """
     return base_url == LOCAL or base_url.startswith(f"{LOCAL}:")
 
 
 def is_address(base_url: str) -> bool:
-    """Whether a base URL can be connected to: http or https, a host, a numeric port if any, and no password in it."""
+    """Whether a base URL can be connected to: http or https, a host, a numeric port if any, and no password in it.
+
+    Args:
+        base_url: The address.
+
+    Returns:
+        Whether it has all of that.
+    """
     try:
         parts = urlsplit(base_url)
         return (
@@ -61,12 +75,25 @@ def is_address(base_url: str) -> bool:
 
 
 def is_open_address(base_url: str) -> bool:
-    """Whether a base URL may be used without a key: it never leaves this machine."""
+    """Whether a base URL may be used without a key: it never leaves this machine.
+
+    Args:
+        base_url: The address.
+
+    Returns:
+        True for embedded backends and loopback.
+    """
     return is_embedded(base_url) or (is_address(base_url) and urlsplit(base_url).hostname in LOOPBACK)
 
 
 def mask_api_key(key: str | None) -> str | None:
     """A key that can be shown: its first and last few characters, or stars when it is short.
+
+    Args:
+        key: The key, if there is one.
+
+    Returns:
+        The text, or None without a key.
 
     Example:
         >>> mask_api_key("tml-abcdef123456")
@@ -79,6 +106,13 @@ def mask_api_key(key: str | None) -> str | None:
 
 def poll_delay(policy: PollBackoff | None, number: int) -> float:
     """Seconds to wait before polling a failing server again, after so many polls; no policy means not at all.
+
+    Args:
+        policy: How long polls wait.
+        number: How many polls there were.
+
+    Returns:
+        Seconds.
 
     Example:
         >>> [poll_delay(("exponential", 0.5, 3), number) for number in range(4)]
@@ -204,8 +238,19 @@ class Config:
     def resolve(cls, **explicit: Any) -> Config:
         """Fill each field from the first tier that says something; None says nothing, False and empty do.
 
+        Args:
+            explicit: The first tier, by the names of the fields; also `parity_mode`.
+
+        Returns:
+            A complete Config.
+
         Raises:
             ConfigurationError: Nothing says where to go, or a setting makes no sense.
+            TypeError: There is no setting of that name.
+
+        Example:
+            >>> Config.resolve(base_url="local", timeout=30).timeout
+            30
         """
         known = {item.name for item in fields(cls)} | {"parity_mode"}
         if unknown := explicit.keys() - known:
@@ -246,6 +291,9 @@ class Config:
     def make_http_client(self) -> Any:
         """What `http_client` makes of this Config: an object with `send`, `stream` and `close`; None without one.
 
+        Returns:
+            The object, or None.
+
         Raises:
             ConfigurationError: There is no such callable, or what it makes lacks a method.
         """
@@ -279,6 +327,12 @@ def configure(**defaults: Any) -> None:
 
     Called with nothing, it forgets them.
 
+    Args:
+        defaults: Settings, by the names of Config's fields; also `parity_mode`.
+
+    Raises:
+        TypeError: There is no setting of that name.
+
     Example:
         >>> configure(timeout=30)
         >>> configure()
@@ -310,7 +364,14 @@ def apply_log_level() -> None:
 
 
 def maybe_set_level(level: str | None) -> None:
-    """Set the level of the "tinkex" logger: debug, info, warn or error, as TINKER_LOG has them; None leaves it."""
+    """Set the level of the "tinkex" logger: debug, info, warn or error, as TINKER_LOG has them; None leaves it.
+
+    Args:
+        level: The level, or None.
+
+    Raises:
+        ValueError: There is no such level.
+    """
     if level is None:
         return
     chosen = environment.level("level", {"level": level})

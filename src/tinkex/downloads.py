@@ -86,6 +86,9 @@ def download(
         max_retries: How many times to ask for an archive that is being packed.
         retry_delay: Seconds between one try and the next.
 
+    Returns:
+        Where it is now, and what it was.
+
     Raises:
         DownloadError: The path is no checkpoint's, the directory is there already, or the files did not arrive whole.
         APIStatusError: The server has no such checkpoint.

@@ -99,6 +99,9 @@ class TinkerError(Exception):
     def format(self) -> str:
         """The error on one line, with its type and status.
 
+        Returns:
+            Type, status where there was one, and message.
+
         Example:
             >>> RateLimitError("slow down").format()
             '[api_status (429)] slow down'
@@ -262,7 +265,15 @@ def _request_of(response: Any) -> Any:
 
 
 def category_of(status: int, body: object = None) -> RequestErrorCategory:
-    """Whose fault a refusal is: as the body says, else by the status; a limit is never the caller's."""
+    """Whose fault a refusal is: as the body says, else by the status; a limit is never the caller's.
+
+    Args:
+        status: The HTTP status.
+        body: What the answer holds.
+
+    Returns:
+        The category.
+    """
     told = str(body.get("category", "")).strip().lower() if isinstance(body, Mapping) else ""
     if status == 429:
         return RequestErrorCategory.Server
@@ -351,6 +362,14 @@ class RequestFailedError(TinkerError):
     def from_response(cls, status: int, body: object, request_id: str = "") -> Self:
         """The failure that an answer tells of, with its message, category and the time to wait.
 
+        Args:
+            status: The HTTP status.
+            body: What the answer holds.
+            request_id: The operation.
+
+        Returns:
+            The error, to be raised.
+
         Example:
             >>> RequestFailedError.from_response(500, {"error": "out of memory", "category": "server"}).format()
             '[request_failed (500)] out of memory'
@@ -385,7 +404,18 @@ STATUS_ERRORS: dict[int, type[APIStatusError]] = {
 
 
 def error_for(status: int) -> type[APIStatusError]:
-    """The class an HTTP status is raised as."""
+    """The class an HTTP status is raised as.
+
+    Args:
+        status: The HTTP status.
+
+    Returns:
+        The class; `APIStatusError` where there is none of its own.
+
+    Example:
+        >>> error_for(429).__name__
+        'RateLimitError'
+    """
     return STATUS_ERRORS.get(status, InternalServerError if status >= 500 else APIStatusError)
 
 
@@ -393,6 +423,12 @@ def is_retryable(error: BaseException) -> bool:
     """Whether the same request, sent again, may succeed: the question of the transport, before an error is raised.
 
     For a caller who holds the error, `error.is_retryable` says whether to start over.
+
+    Args:
+        error: What the request ended with.
+
+    Returns:
+        Whether to send it again.
     """
     if isinstance(error, TinkerError) and error.should_retry is not None:
         return error.should_retry

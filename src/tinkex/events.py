@@ -130,8 +130,14 @@ _lock = threading.RLock()
 def attach(handler_id: str, names: Iterable[str] | None, handler: Handler) -> None:
     """Have a handler called for events of exactly these names (all of them for None).
 
+    Args:
+        handler_id: A name for the handler, by which it is detached.
+        names: The events to hear; None for all.
+        handler: Is called with name, measurements and metadata.
+
     Raises:
         ValueError: The id is taken.
+        TypeError: The names are a single text.
 
     Example:
         >>> attach("printer", [HTTP_STOP], lambda name, measurements, metadata: print(metadata["path"]))
@@ -149,7 +155,14 @@ def attach(handler_id: str, names: Iterable[str] | None, handler: Handler) -> No
 
 
 def detach(handler_id: str) -> bool:
-    """Stop calling a handler; False when there is none of this id."""
+    """Stop calling a handler; False when there is none of this id.
+
+    Args:
+        handler_id: What it was attached as.
+
+    Returns:
+        Whether there was one.
+    """
     global _attached
     with _lock:
         kept = tuple(known for known in _attached if known.handler_id != handler_id)
@@ -159,17 +172,37 @@ def detach(handler_id: str) -> bool:
 
 
 def handlers(name: str | None = None) -> list[Attachment]:
-    """What is attached, in the order in which it is called; only what hears one name, if a name is given."""
+    """What is attached, in the order in which it is called; only what hears one name, if a name is given.
+
+    Args:
+        name: An event.
+
+    Returns:
+        The attachments.
+    """
     return [known for known in _attached if name is None or known.hears(name)]
 
 
 def is_heard(name: str | None = None) -> bool:
-    """Whether anybody listens (to this name, if one is given): what only an event needs need not be computed else."""
+    """Whether anybody listens (to this name, if one is given): what only an event needs need not be computed else.
+
+    Args:
+        name: An event.
+
+    Returns:
+        Whether anybody does.
+    """
     return bool(_attached) if name is None else any(known.hears(name) for known in _attached)
 
 
 def emit(name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
-    """Tell everybody who listens to this name; a handler that fails is detached, with a warning."""
+    """Tell everybody who listens to this name; a handler that fails is detached, with a warning.
+
+    Args:
+        name: What happened.
+        measurements: Numbers that go with it.
+        metadata: What else is known.
+    """
     for known in _attached:
         if known.hears(name):
             try:

@@ -72,7 +72,19 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             self.add_done_callback(lambda mine: future.cancel() if mine.cancelled() else None)
 
     def result(self, timeout: float | None = None) -> T:
-        """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work running."""
+        """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work running.
+
+        Args:
+            timeout: Seconds to wait at most; for ever by default.
+
+        Returns:
+            What the call gives.
+
+        Raises:
+            TimeoutError: There is no outcome yet; the work goes on.
+            TinkerError: The call failed: see `tinkex.errors`.
+            RuntimeError: Called on tinkex's own thread, which would wait for itself.
+        """
         self._check_thread()
         try:
             return super().result(timeout)
@@ -82,12 +94,23 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             raise TimeoutError(f"not done after {timeout} s; the work goes on, result() can be called again") from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Block until the outcome is there and return its error, if it is one."""
+        """Block until the outcome is there and return its error, if it is one.
+
+        Args:
+            timeout: Seconds to wait at most; for ever by default.
+
+        Returns:
+            The error, or None when the call succeeded.
+        """
         self._check_thread()
         return super().exception(timeout)
 
     def cancel(self) -> bool:
-        """Give the work up; False when it has already ended."""
+        """Give the work up; False when it has already ended.
+
+        Returns:
+            Whether it was given up.
+        """
         if self.cancelled():
             return True
         if not super().cancel():
@@ -119,7 +142,17 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         return super().result(0)
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Await the outcome; `TimeoutError` after `timeout` seconds leaves the work running."""
+        """Await the outcome; `TimeoutError` after `timeout` seconds leaves the work running.
+
+        Args:
+            timeout: Seconds to wait at most; for ever by default.
+
+        Returns:
+            What the call gives.
+
+        Raises:
+            TimeoutError: There is no outcome yet; the work goes on.
+        """
         async with asyncio.timeout(timeout):
             return await self
 
@@ -461,6 +494,16 @@ def await_many(
     """The outcome of each future, in the order given: its result, or the error in its place. Never raises.
 
     Each is waited for in turn, for `timeout` seconds at most; whoever is late has `TimeoutError` in its place.
+
+    Args:
+        futures: What to wait for.
+        timeout: Seconds for each; for ever by default.
+
+    Returns:
+        A result or an error for each.
+
+    Example:
+        >>> results = await_many([sampler.sample(prompt, 1, params) for prompt in prompts])  # doctest: +SKIP
     """
     outcomes: list[T | BaseException] = []
     for future in futures:
@@ -472,7 +515,15 @@ def await_many(
 
 
 async def await_many_async(futures: Iterable[Awaitable[T]], timeout: float | None = None) -> list[T | BaseException]:
-    """Like `await_many`, in an event loop: all are waited for together, for `timeout` seconds at most."""
+    """Like `await_many`, in an event loop: all are waited for together, for `timeout` seconds at most.
+
+    Args:
+        futures: What to wait for; anything that can be awaited.
+        timeout: Seconds for all of them; for ever by default.
+
+    Returns:
+        A result or an error for each.
+    """
 
     async def outcome(future: Awaitable[T]) -> T:
         async with asyncio.timeout(timeout):
@@ -516,6 +567,15 @@ def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
 
     A name that ends in no known reduction is averaged; a chunk that lacks a metric, or has no number for it, does not
     count for it.
+
+    Args:
+        outputs: The results, in the order of the chunks.
+
+    Returns:
+        One result.
+
+    Raises:
+        ValueError: There are none.
     """
     if not outputs:
         raise ValueError("there is nothing to combine: expected at least one output")

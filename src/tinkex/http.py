@@ -111,19 +111,53 @@ class HttpClient:
         return raw
 
     def get(self, path: str, **options: Unpack[RequestOptions]) -> Future[Any]:
-        """Read."""
+        """Read what is at a path.
+
+        Args:
+            path: The path below the base URL, e.g. `/api/v1/healthz`.
+            options: As `RequestOptions` has them: headers, query, timeout and so on.
+
+        Returns:
+            A future of the decoded answer; of an `APIResponse` where that is asked for.
+        """
         return self._start("GET", path, None, options)
 
     def post(self, path: str, body: Any = None, **options: Unpack[RequestOptions]) -> Future[Any]:
-        """Send; `body` is anything with a JSON form."""
+        """Send; `body` is anything with a JSON form.
+
+        Args:
+            path: The path below the base URL, e.g. `/api/v1/healthz`.
+            body: Anything with a JSON form; files make it a form.
+            options: As `RequestOptions` has them: headers, query, timeout and so on.
+
+        Returns:
+            A future of the decoded answer; of an `APIResponse` where that is asked for.
+        """
         return self._start("POST", path, body, options)
 
     def put(self, path: str, body: Any = None, **options: Unpack[RequestOptions]) -> Future[Any]:
-        """Replace; `body` is anything with a JSON form."""
+        """Replace; `body` is anything with a JSON form.
+
+        Args:
+            path: The path below the base URL, e.g. `/api/v1/healthz`.
+            body: Anything with a JSON form; files make it a form.
+            options: As `RequestOptions` has them: headers, query, timeout and so on.
+
+        Returns:
+            A future of the decoded answer; of an `APIResponse` where that is asked for.
+        """
         return self._start("PUT", path, body, options)
 
     def delete(self, path: str, **options: Unpack[RequestOptions]) -> Future[Any]:
-        """Delete."""
+        """Delete what is at a path.
+
+        Args:
+            path: The path below the base URL, e.g. `/api/v1/healthz`.
+            options: As `RequestOptions` has them: headers, query, timeout and so on.
+
+        Returns:
+            A future of the decoded answer; of an `APIResponse` where that is asked for.
+        """
         return self._start("DELETE", path, None, options)
 
     def stream_get(
@@ -144,6 +178,12 @@ class HttpClient:
             timeout: Seconds of silence after which the stream fails.
             event_parser: What is made of an event: its decoded data, its text, or what a function gives. None and ""
                 are left out.
+
+        Returns:
+            The events, to iterate over with `for` or `async for`.
+
+        Raises:
+            ValueError: `event_parser` is none of these.
         """
         if event_parser not in ("json", "raw") and not callable(event_parser):
             raise ValueError(f'event_parser must be "json", "raw" or a function, got {event_parser!r}')

@@ -48,7 +48,16 @@ class Pushed:
 
 
 def push_checkpoint_adapter(rest_client: RestClient, tinker_path: str, **options: Any) -> Pushed:
-    """Put a checkpoint's adapter on the hub; takes what `push_checkpoint_adapter_async` takes."""
+    """Put a checkpoint's adapter on the hub; takes what `push_checkpoint_adapter_async` takes.
+
+    Args:
+        rest_client: Looks the checkpoint up.
+        tinker_path: The checkpoint.
+        options: As `push_checkpoint_adapter_async` has them.
+
+    Returns:
+        Where it is now.
+    """
     return start(push_checkpoint_adapter_async(rest_client, tinker_path, **options)).result()
 
 
@@ -86,6 +95,9 @@ async def push_checkpoint_adapter_async(
         endpoint: The hub's address; HF_ENDPOINT by default.
         http_timeout_ms: How long the hub may be silent.
         progress: Is told how far the download of the checkpoint is.
+
+    Returns:
+        Where it is now.
 
     Raises:
         HubError: The path, the token or the files are not as they should be, or the repository is another's.

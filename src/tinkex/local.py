@@ -34,7 +34,11 @@ LOCAL_PACKAGES = ("torch", "safetensors", "starlette", "uvicorn", "tokenizers", 
 
 
 def default_data_dir() -> Path:
-    """Where an embedded backend keeps its files: TINKEX_DATA_DIR, else the user's data directory."""
+    """Where an embedded backend keeps its files: TINKEX_DATA_DIR, else the user's data directory.
+
+    Returns:
+        The directory, which need not be there yet.
+    """
     if path := os.environ.get("TINKEX_DATA_DIR"):
         return Path(path).expanduser()
     from platformdirs import user_data_path
@@ -43,7 +47,17 @@ def default_data_dir() -> Path:
 
 
 def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
-    """Directories by model name; a name without one is bundled or looked up on the hub (cache first)."""
+    """Directories by model name; a name without one is bundled or looked up on the hub (cache first).
+
+    Args:
+        models: Directories or hub ids by model name; empty ones stand for the name itself.
+
+    Returns:
+        A directory for each name.
+
+    Raises:
+        EngineError: One is neither a directory nor on the hub.
+    """
     if not models:
         return {DEFAULT_MODEL: BUNDLED[DEFAULT_MODEL]}
     from tinkex.engine.weights import resolve
@@ -55,7 +69,11 @@ def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
 
 
 def require_packages() -> None:
-    """Raise ConfigurationError unless what the `local` extra brings is installed."""
+    """Raise ConfigurationError unless what the `local` extra brings is installed.
+
+    Raises:
+        ConfigurationError: Something is missing; the message says what.
+    """
     missing = [name for name in LOCAL_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
@@ -65,7 +83,17 @@ def require_packages() -> None:
 
 
 def make_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
-    """A torch engine over these models; each is loaded when first used."""
+    """A torch engine over these models; each is loaded when first used.
+
+    Args:
+        models: Directories or hub ids by model name; the bundled model by default.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ConfigurationError: The `local` extra is not installed.
+    """
     require_packages()
     from tinkex.engine.openmp import calm_openmp
 
@@ -76,7 +104,11 @@ def make_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
 
 
 def publish_tokenizers(engine: Engine) -> None:
-    """Put the models' tokenizers into the hub's cache, unless TINKEX_HUB_CACHE is 0."""
+    """Put the models' tokenizers into the hub's cache, unless TINKEX_HUB_CACHE is 0.
+
+    Args:
+        engine: Whose models.
+    """
     from tinkex.server.hub_cache import publish_tokenizer
 
     if os.environ.get("TINKEX_HUB_CACHE", "1") != "0":
@@ -256,6 +288,7 @@ class LocalBackend:
         models: Directories (or hub ids) by model name; the bundled model by default.
         data_dir: Where checkpoints and facts are kept.
         engine: An engine of your own, instead of models.
+        app_options: Further options of `tinkex.server.app.create_app`, e.g. `limits`.
 
     Example:
         >>> with LocalBackend(data_dir="/tmp/tinkex") as backend:  # doctest: +SKIP
@@ -284,7 +317,14 @@ class LocalBackend:
         _named[self.base_url] = self
 
     async def exchange(self) -> AsgiExchange:
-        """The running application, started by whoever asks first."""
+        """The running application, started by whoever asks first.
+
+        Returns:
+            What requests go through.
+
+        Raises:
+            ConfigurationError: The backend is closed.
+        """
         if self._exchange is not None:
             return self._exchange
         async with self._opening:
@@ -396,7 +436,17 @@ def _release(backend: LocalBackend) -> bool:
 
 
 def open_exchange(base_url: str) -> Exchange:
-    """The hook the transport calls for an embedded base URL."""
+    """The hook the transport calls for an embedded base URL.
+
+    Args:
+        base_url: `local`, or the base URL of a `LocalBackend`.
+
+    Returns:
+        What requests go through.
+
+    Raises:
+        ConfigurationError: There is no such backend.
+    """
     if base_url != LOCAL:
         if base_url not in _named:
             raise ConfigurationError(f"there is no embedded backend {base_url!r}; it may have been closed")

@@ -148,6 +148,10 @@ class Metrics:
     def increment(self, name: str, delta: float = 1) -> None:
         """Add to a counter.
 
+        Args:
+            name: The counter.
+            delta: By how much.
+
         Raises:
             TypeError: The delta is no number.
             ValueError: The name is a gauge's or a histogram's.
@@ -158,14 +162,24 @@ class Metrics:
             self._counters[name] = self._counters.get(name, 0) + delta
 
     def set_gauge(self, name: str, value: float) -> None:
-        """Replace the value of a gauge; it raises what `increment` raises."""
+        """Replace the value of a gauge; it raises what `increment` raises.
+
+        Args:
+            name: The gauge.
+            value: Its new value.
+        """
         _check_number(name, value)
         with self._lock:
             self._check_name(name, self._gauges)
             self._gauges[name] = value
 
     def record_histogram(self, name: str, value: Any) -> None:
-        """Add a sample, in milliseconds; what is no finite number is ignored."""
+        """Add a sample, in milliseconds; what is no finite number is ignored.
+
+        Args:
+            name: The histogram.
+            value: The sample, in milliseconds.
+        """
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return
         with self._lock:
@@ -252,7 +266,16 @@ def configure(
     latency_buckets: Sequence[float] = LATENCY_BUCKETS,
     histogram_max_samples: int = HISTOGRAM_MAX_SAMPLES,
 ) -> Metrics:
-    """Start the process's numbers afresh with other settings; see `Metrics`."""
+    """Start the process's numbers afresh with other settings; see `Metrics`.
+
+    Args:
+        enabled: Whether anything is counted.
+        latency_buckets: Upper bounds of the buckets, in milliseconds.
+        histogram_max_samples: How many samples are kept for percentiles.
+
+    Returns:
+        The numbers of this process.
+    """
     global _shared
     made = Metrics(enabled=enabled, latency_buckets=latency_buckets, histogram_max_samples=histogram_max_samples)
     with _making:
@@ -263,17 +286,32 @@ def configure(
 
 
 def increment(name: str, delta: float = 1) -> None:
-    """Add to a counter of the process."""
+    """Add to a counter of the process.
+
+    Args:
+        name: The counter.
+        delta: By how much.
+    """
     shared().increment(name, delta)
 
 
 def set_gauge(name: str, value: float) -> None:
-    """Replace the value of a gauge of the process."""
+    """Replace the value of a gauge of the process.
+
+    Args:
+        name: The gauge.
+        value: Its new value.
+    """
     shared().set_gauge(name, value)
 
 
 def record_histogram(name: str, value: Any) -> None:
-    """Add a sample to a histogram of the process."""
+    """Add a sample to a histogram of the process.
+
+    Args:
+        name: The histogram.
+        value: The sample, in milliseconds.
+    """
     shared().record_histogram(name, value)
 
 

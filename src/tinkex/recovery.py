@@ -116,7 +116,11 @@ class Monitor:
         runtime().call(lambda: runtime().task(self._watch(policy.poll_interval_ms / 1000)))
 
     def stop_monitoring(self, run_id: str) -> None:
-        """Watch a run no longer; one that is not watched is no matter."""
+        """Watch a run no longer; one that is not watched is no matter.
+
+        Args:
+            run_id: The run.
+        """
         with self._lock:
             self._runs.pop(run_id, None)
 
@@ -321,6 +325,16 @@ async def select_checkpoint(
 ) -> str:
     """The path of the checkpoint that a policy goes on from.
 
+    Args:
+        policy: Latest, best, or one by its path.
+        run_id: The run that was lost.
+        rest: Looks checkpoints up.
+        last_checkpoint: The last one, where it is known already.
+        run: The run's record, where it is known already.
+
+    Returns:
+        The path.
+
     Raises:
         RecoveryError: There is none.
     """
@@ -351,6 +365,14 @@ async def _checkpoints(run_id: str, rest: RestClient) -> list[Checkpoint]:
 def best_checkpoint(checkpoints: list[Checkpoint], policy: RecoveryPolicy, run_id: str = "") -> str:
     """The path of the training checkpoint with the best metric; of two equals the later one.
 
+    Args:
+        checkpoints: What there is.
+        policy: Which metric counts, and whether less is better.
+        run_id: Whose checkpoints they are, for the error.
+
+    Returns:
+        The path.
+
     Raises:
         RecoveryError: None of them has that metric.
     """
@@ -370,7 +392,15 @@ def best_checkpoint(checkpoints: list[Checkpoint], policy: RecoveryPolicy, run_i
 
 
 def metric_of(checkpoint: Checkpoint, name: str) -> float:
-    """A metric that was saved with a checkpoint; NaN when there is none."""
+    """A metric that was saved with a checkpoint; NaN when there is none.
+
+    Args:
+        checkpoint: The checkpoint.
+        name: The metric.
+
+    Returns:
+        The number, or NaN.
+    """
     try:
         return float((checkpoint.user_metadata or {})[f"{METRIC_PREFIX}{name}"])
     except (KeyError, ValueError):

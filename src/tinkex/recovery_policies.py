@@ -64,6 +64,12 @@ class RecoveryPolicy:
     def of(cls, given: RecoveryPolicy | Mapping[str, Any] | Iterable[tuple[str, Any]] | None) -> RecoveryPolicy:
         """A policy of a policy, a mapping or pairs; names that it does not know are passed over.
 
+        Args:
+            given: The policy, or its fields.
+
+        Returns:
+            The policy.
+
         Raises:
             TypeError: It is something else.
         """
@@ -86,6 +92,12 @@ class RecoveryPolicy:
     def backoff(self, attempt: int) -> float:
         """Seconds to wait after the n-th attempt, counted from 1.
 
+        Args:
+            attempt: Which attempt, counted from 1.
+
+        Returns:
+            Seconds.
+
         Example:
             >>> [RecoveryPolicy().backoff(attempt) for attempt in (1, 2, 9)]
             [5.0, 10.0, 60.0]
@@ -95,6 +107,13 @@ class RecoveryPolicy:
 
 def metrics_metadata(metrics: Mapping[str, float] | None = None, /, **named: float) -> dict[str, str]:
     """Metrics in the form in which a checkpoint keeps them, for `save_state(user_metadata=…)`; `best` reads them.
+
+    Args:
+        metrics: Numbers by name.
+        named: Further ones, as keywords.
+
+    Returns:
+        Texts by name.
 
     Example:
         >>> metrics_metadata(loss=0.25)

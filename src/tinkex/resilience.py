@@ -89,6 +89,9 @@ def resilient(
         name: What the names of the saved states begin with.
         ttl_seconds: Seconds after which a saved state expires; None keeps it.
 
+    Returns:
+        A training client with the same methods.
+
     Raises:
         ValueError: `every` or `keep` is less than one, or the policy would bring other weights.
 

@@ -34,11 +34,24 @@ class APIResponse:
         return self.status
 
     def header(self, name: str) -> str | None:
-        """A header, whatever the case of its name."""
+        """A header, whatever the case of its name.
+
+        Args:
+            name: The header.
+
+        Returns:
+            Its value, or None.
+        """
         return self.headers.get(name.lower())
 
     def parse(self, parser: Any = None) -> Any:
         """The data: as it is, as a record type reads it, or as a function makes of it.
+
+        Args:
+            parser: A record type, a function of the data, or None for the data as they are.
+
+        Returns:
+            What was made of the data.
 
         Raises:
             APIResponseValidationError: The data are not what the parser takes.

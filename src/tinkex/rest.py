@@ -88,12 +88,20 @@ class _Client:
     """What both clients are: a transport, their own or a session's, and a way to call over it."""
 
     def __init__(
-        self, _session: Session | None = None, *, base_url: str | None = None, api_key: str | None = None
+        self,
+        _session: Session | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: Config | None = None,
     ) -> None:
         if _session is not None and (base_url is not None or api_key is not None):
             raise ValueError(f"{type(self).__name__} takes a session or base_url and api_key, not both")
+        if config is not None and (_session is not None or base_url is not None or api_key is not None):
+            raise ValueError(f"{type(self).__name__} takes a config or the other arguments, not both")
         self._session = _session
-        self._config = _session.config if _session else Config.resolve(base_url=base_url, api_key=api_key)
+        known = _session.config if _session else config
+        self._config = known or Config.resolve(base_url=base_url, api_key=api_key)
         self._own: Transport | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -203,9 +211,10 @@ class RestClient(_Client):
     """Training runs, checkpoints and sessions: look them up, share them, copy them, let them expire.
 
     Args:
-        _session: The session of a ServiceClient whose connections to use; instead of the other two.
+        _session: The session of a ServiceClient whose connections to use; instead of the others.
         base_url: The server; TINKER_BASE_URL by default.
         api_key: The key; TINKER_API_KEY by default.
+        config: All settings at once, in place of these.
 
     Example:
         >>> rest = RestClient()  # doctest: +SKIP
@@ -223,6 +232,9 @@ class RestClient(_Client):
         Args:
             training_run_id: The run.
             access_scope: "owned" for one's own runs, "accessible" for all that one may see; None leaves it open.
+
+        Returns:
+            A future of the run.
         """
         return self._get_training_run("get_training_run", training_run_id, access_scope)
 
@@ -235,7 +247,18 @@ class RestClient(_Client):
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope | None = "owned"
     ) -> Future[TrainingRun]:
-        """Look up the training run that a checkpoint belongs to."""
+        """Look up the training run that a checkpoint belongs to.
+
+        Args:
+            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
+            access_scope: "owned" for one's own, "accessible" for all that one may see; None leaves it open.
+
+        Returns:
+            A future of the run.
+
+        Raises:
+            ValueError: The path is malformed.
+        """
         run = _checkpoint(tinker_path)["training_run_id"]
         return self._get_training_run("get_training_run_by_tinker_path", run, access_scope)
 
@@ -263,6 +286,9 @@ class RestClient(_Client):
             offset: How many to pass over.
             access_scope: "owned" or "accessible".
             project_id: Only the runs of this project.
+
+        Returns:
+            A future of a page of runs; its cursor says how many there are in all.
         """
         query = {"limit": limit, "offset": offset, **_scope(access_scope), "project_id": project_id}
         return self._call("list_training_runs", protocol.LIST_TRAINING_RUNS, query=query)
@@ -280,7 +306,14 @@ class RestClient(_Client):
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> Future[WeightsInfoResponse]:
-        """What a checkpoint holds; the server judges the path."""
+        """What a checkpoint holds; the server judges the path.
+
+        Args:
+            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future of the base model, the rank and what was trained.
+        """
         request = WeightsInfoRequest(tinker_path=tinker_path)
         return self._call("get_weights_info_by_tinker_path", protocol.WEIGHTS_INFO, request)
 
@@ -289,7 +322,14 @@ class RestClient(_Client):
         return await self.get_weights_info_by_tinker_path(tinker_path)
 
     def list_checkpoints(self, training_run_id: ModelID) -> Future[CheckpointsListResponse]:
-        """List the checkpoints of a training run."""
+        """List the checkpoints of a training run.
+
+        Args:
+            training_run_id: The run.
+
+        Returns:
+            A future of the checkpoints.
+        """
         path = {"training_run_id": _part("training_run_id", training_run_id)}
         return self._call("list_checkpoints", protocol.LIST_CHECKPOINTS, path=path)
 
@@ -298,7 +338,15 @@ class RestClient(_Client):
         return await self.list_checkpoints(training_run_id)
 
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> Future[CheckpointsListResponse]:
-        """List the checkpoints of all one's training runs, a page at a time."""
+        """List the checkpoints of all one's training runs, a page at a time.
+
+        Args:
+            limit: How many to give at most.
+            offset: How many to pass over.
+
+        Returns:
+            A future of a page of checkpoints, newest first.
+        """
         query = {"limit": limit, "offset": offset}
         return self._call("list_user_checkpoints", protocol.LIST_USER_CHECKPOINTS, query=query)
 
@@ -308,6 +356,12 @@ class RestClient(_Client):
 
     def get_external_weights_urls(self, tinker_path: str) -> Future[ExternalWeightsUrlsResponse]:
         """Signed addresses of the files of an exported checkpoint.
+
+        Args:
+            tinker_path: The export's path, `tinker://RUN/external_weights/NAME`.
+
+        Returns:
+            A future of an address for each file, good for a while and without the key.
 
         Raises:
             ValueError: The path is malformed, or not of an exported checkpoint.
@@ -337,6 +391,9 @@ class RestClient(_Client):
             checkpoint_id: `<kind>/<name>`, when the first argument is a run.
             max_retries: How many times to ask in all; only the answer "still packing" (503) is worth another try.
             retry_delay: Seconds between one try and the next.
+
+        Returns:
+            A future of the address and when it expires.
 
         Raises:
             ValueError: The checkpoint is malformed, or `max_retries` is less than one.
@@ -405,6 +462,12 @@ class RestClient(_Client):
         Args:
             training_run_id: The run, or the whole `tinker://` path of a checkpoint.
             checkpoint_id: `<kind>/<name>`, when the first argument is a run.
+
+        Returns:
+            A future that is done when it is gone.
+
+        Raises:
+            ValueError: The checkpoint is malformed.
         """
         path = _checkpoint(training_run_id, checkpoint_id)
         return self._call("delete_checkpoint", protocol.DELETE_CHECKPOINT, path=path)
@@ -414,7 +477,17 @@ class RestClient(_Client):
         await self.delete_checkpoint(training_run_id, checkpoint_id)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        """Delete a checkpoint for good."""
+        """Delete a checkpoint for good.
+
+        Args:
+            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future that is done when it is gone.
+
+        Raises:
+            ValueError: The path is malformed.
+        """
         path = _checkpoint(tinker_path)
         return self._call("delete_checkpoint_from_tinker_path", protocol.DELETE_CHECKPOINT, path=path)
 
@@ -423,7 +496,18 @@ class RestClient(_Client):
         await self.delete_checkpoint_from_tinker_path(tinker_path)
 
     def publish_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> Future[None]:
-        """Let everyone use a checkpoint; the arguments are those of `delete_checkpoint`."""
+        """Let everyone use a checkpoint.
+
+        Args:
+            training_run_id: The run, or the whole `tinker://` path of a checkpoint.
+            checkpoint_id: `<kind>/<name>`, when the first argument is a run.
+
+        Returns:
+            A future that is done when it is public.
+
+        Raises:
+            ValueError: The checkpoint is malformed.
+        """
         path = _checkpoint(training_run_id, checkpoint_id)
         return self._call("publish_checkpoint", protocol.PUBLISH_CHECKPOINT, path=path)
 
@@ -432,7 +516,17 @@ class RestClient(_Client):
         await self.publish_checkpoint(training_run_id, checkpoint_id)
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        """Let everyone use a checkpoint."""
+        """Let everyone use a checkpoint.
+
+        Args:
+            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future that is done when it is public.
+
+        Raises:
+            ValueError: The path is malformed.
+        """
         path = _checkpoint(tinker_path)
         return self._call("publish_checkpoint_from_tinker_path", protocol.PUBLISH_CHECKPOINT, path=path)
 
@@ -441,7 +535,18 @@ class RestClient(_Client):
         await self.publish_checkpoint_from_tinker_path(tinker_path)
 
     def unpublish_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> Future[None]:
-        """Keep a published checkpoint to oneself again; the arguments are those of `delete_checkpoint`."""
+        """Keep a published checkpoint to oneself again.
+
+        Args:
+            training_run_id: The run, or the whole `tinker://` path of a checkpoint.
+            checkpoint_id: `<kind>/<name>`, when the first argument is a run.
+
+        Returns:
+            A future that is done when it is private.
+
+        Raises:
+            ValueError: The checkpoint is malformed.
+        """
         path = _checkpoint(training_run_id, checkpoint_id)
         return self._call("unpublish_checkpoint", protocol.UNPUBLISH_CHECKPOINT, path=path)
 
@@ -450,7 +555,17 @@ class RestClient(_Client):
         await self.unpublish_checkpoint(training_run_id, checkpoint_id)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        """Keep a published checkpoint to oneself again."""
+        """Keep a published checkpoint to oneself again.
+
+        Args:
+            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            A future that is done when it is private.
+
+        Raises:
+            ValueError: The path is malformed.
+        """
         path = _checkpoint(tinker_path)
         return self._call("unpublish_checkpoint_from_tinker_path", protocol.UNPUBLISH_CHECKPOINT, path=path)
 
@@ -459,7 +574,18 @@ class RestClient(_Client):
         await self.unpublish_checkpoint_from_tinker_path(tinker_path)
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> Future[None]:
-        """Let a checkpoint expire after so many seconds from now; None keeps it for good."""
+        """Let a checkpoint expire after so many seconds from now; None keeps it for good.
+
+        Args:
+            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
+            ttl_seconds: Seconds from now; None for no expiry.
+
+        Returns:
+            A future that is done when it is on record.
+
+        Raises:
+            ValueError: The path is malformed, or the time no positive whole number.
+        """
         path, request = _checkpoint(tinker_path), SetCheckpointTtlRequest(ttl_seconds=_ttl(ttl_seconds))
         return self._call("set_checkpoint_ttl_from_tinker_path", protocol.SET_CHECKPOINT_TTL, request, path=path)
 
@@ -482,6 +608,9 @@ class RestClient(_Client):
             destination_project_id: The project; TINKER_PROJECT_ID by default.
             ttl_seconds: Seconds after which the copy expires; never by default.
             weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+
+        Returns:
+            A future of the copy's path.
 
         Raises:
             ValueError: Nothing names a project.
@@ -516,7 +645,15 @@ class RestClient(_Client):
     # ── sessions and samplers ────────────────────────────────────────────────────────────────────────────────────
 
     def get_session(self, session_id: str, access_scope: AccessScope | None = "owned") -> Future[GetSessionResponse]:
-        """The training runs and samplers of a session."""
+        """The training runs and samplers of a session.
+
+        Args:
+            session_id: The session.
+            access_scope: "owned" for one's own, "accessible" for all that one may see; None leaves it open.
+
+        Returns:
+            A future of their ids.
+        """
         path = {"session_id": _part("session_id", session_id)}
         return self._call("get_session", protocol.GET_SESSION, path=path, query=_scope(access_scope))
 
@@ -529,7 +666,16 @@ class RestClient(_Client):
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope | None = "owned"
     ) -> Future[ListSessionsResponse]:
-        """List the ids of sessions, a page at a time."""
+        """List the ids of sessions, a page at a time.
+
+        Args:
+            limit: How many to give at most.
+            offset: How many to pass over.
+            access_scope: "owned" for one's own, "accessible" for all that one may see; None leaves it open.
+
+        Returns:
+            A future of a page of ids.
+        """
         query = {"limit": limit, "offset": offset, **_scope(access_scope)}
         return self._call("list_sessions", protocol.LIST_SESSIONS, query=query)
 
@@ -548,6 +694,12 @@ class RestClient(_Client):
             session_id: The session.
             reason: "success", "errored" or "interrupted".
             detail: What else there is to say of its end.
+
+        Returns:
+            A future that is done when the server knows.
+
+        Raises:
+            ValueError: There is no such reason.
         """
         if reason not in get_args(ClientSessionFinishReasonType):
             allowed = ", ".join(get_args(ClientSessionFinishReasonType))
@@ -563,7 +715,15 @@ class RestClient(_Client):
         await self.finish_session(session_id, reason, detail)
 
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
-        """Move a session, with its runs and samplers, into a project."""
+        """Move a session, with its runs and samplers, into a project.
+
+        Args:
+            session_id: The session.
+            project_id: The project.
+
+        Returns:
+            A future that is done when it has been moved.
+        """
         path = {"session_id": _part("session_id", session_id)}
         request = AssignSessionProjectRequest(project_id=project_id)
         return self._call("assign_session_project", protocol.ASSIGN_SESSION_PROJECT, request, path=path)
@@ -578,6 +738,9 @@ class RestClient(_Client):
         Args:
             session_id: The session.
             poll_seconds: Seconds between one look at how far it is and the next.
+
+        Returns:
+            A future of the address.
 
         Raises:
             RuntimeError: The future's, when the trace could not be made.
@@ -610,6 +773,12 @@ class RestClient(_Client):
         """Search sessions, newest first. Experimental: it may change in any release.
 
         A page's `next_cursor` is the next request's `cursor`; the last page has none.
+
+        Args:
+            request: What to look for, and from where on.
+
+        Returns:
+            A future of a page of sessions.
         """
         _warn_experimental("search_sessions")
         return self._call("search_sessions", protocol.SEARCH_SESSIONS, request)
@@ -620,7 +789,14 @@ class RestClient(_Client):
         return _value(self._call("search_sessions", protocol.SEARCH_SESSIONS, request))
 
     def get_sampler(self, sampler_id: str) -> Future[GetSamplerResponse]:
-        """What a sampler samples from."""
+        """What a sampler samples from.
+
+        Args:
+            sampler_id: The sampling session's id.
+
+        Returns:
+            A future of its base model and, where there is one, its checkpoint.
+        """
         return self._call("get_sampler", protocol.GET_SAMPLER, path={"sampler_id": _part("sampler_id", sampler_id)})
 
     async def get_sampler_async(self, sampler_id: str) -> GetSamplerResponse:
@@ -701,9 +877,10 @@ class AdminClient(_Client):
     """What an organization's administrators may see: what was done, and what was used.
 
     Args:
-        _session: The session of a ServiceClient whose connections to use; instead of the other two.
+        _session: The session of a ServiceClient whose connections to use; instead of the others.
         base_url: The server; TINKER_BASE_URL by default.
         api_key: The key; TINKER_API_KEY by default.
+        config: All settings at once, in place of these.
 
     Example:
         >>> usage = AdminClient().get_billing_usage("2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z")  # doctest: +SKIP
@@ -715,6 +892,12 @@ class AdminClient(_Client):
         Args:
             event_type: "all", "checkpoints", "projects", "teams" or "organizations".
             day: The day, from midnight to midnight UTC; today by default.
+
+        Returns:
+            A future of the day's events.
+
+        Raises:
+            ValueError: There is no such kind of events, or the day is no date.
         """
         return self._audit_log(event_type, day)
 
@@ -732,6 +915,12 @@ class AdminClient(_Client):
         Args:
             starting_on: The first hour: a datetime, or text such as `2026-07-13T00:00:00Z`; UTC if no zone is given.
             ending_before: The hour after the last one; at most 14 days later.
+
+        Returns:
+            A future of what was used, by hour.
+
+        Raises:
+            ValueError: A time cannot be read.
         """
         return self._billing_usage(starting_on, ending_before)
 
@@ -744,7 +933,14 @@ class AdminClient(_Client):
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> Future[CurrentCheckpointStorageUsageResponse]:
-        """What checkpoints take up now, in one project or in all."""
+        """What checkpoints take up now, in one project or in all.
+
+        Args:
+            project_id: The project; all by default.
+
+        Returns:
+            A future of count and bytes, by project and owner.
+        """
         return self._storage_usage(project_id)
 
     async def get_current_checkpoint_storage_usage_async(

@@ -56,13 +56,28 @@ class RetryConfig:
             raise ValueError(f"max_retries must not be negative, got {self.max_retries}")
 
     def delay(self, attempt: int, jitter: float | None = None) -> float:
-        """Seconds to wait after the n-th failure, counted from 0; `jitter` in [0, 1] stands in for the dice."""
+        """Seconds to wait after the n-th failure, counted from 0; `jitter` in [0, 1] stands in for the dice.
+
+        Args:
+            attempt: How many failures came before.
+            jitter: A number in [0, 1] in place of the dice.
+
+        Returns:
+            Seconds.
+        """
         plain: float = min(self.retry_delay_base * 2 ** min(attempt, 60), self.retry_delay_max)
         share = (random.random() if jitter is None else jitter) * 2 - 1
         return min(max(plain + share * self.jitter_factor * plain, 0.0), self.retry_delay_max)
 
     def is_retryable(self, error: BaseException) -> bool:
-        """Whether a failure may be a passing one."""
+        """Whether a failure may be a passing one.
+
+        Args:
+            error: What went wrong.
+
+        Returns:
+            Whether to try again.
+        """
         told = getattr(error, "should_retry", None)
         if told is not None:
             return bool(told)

@@ -102,7 +102,19 @@ class SamplingClient:
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> Future[SamplingClient]:
-        """A sampler of a checkpoint, of a base model, or of a sampling session that is there already."""
+        """A sampler of a checkpoint, of a base model, or of a sampling session that is there already.
+
+        Args:
+            holder: The session to sample in.
+            model_path: A `tinker://…/sampler_weights/…` path.
+            base_model: The name of a base model.
+            sampling_session_id: A sampling session that is there already; then nothing is asked of the server.
+            retry_config: How samples that fail for a passing reason are treated.
+            record_stability_info: Ask the server to keep what `stable_reinforce` needs.
+
+        Returns:
+            A future of the sampler.
+        """
 
         async def opening() -> SamplingClient:
             return await open_sampling_client(
@@ -148,7 +160,12 @@ class SamplingClient:
         return self._handler
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None = None) -> None:
-        """What is done when the server's queue for this sampler changes: a pause is logged, once a minute at most."""
+        """What is done when the server's queue for this sampler changes: a pause is logged, once a minute at most.
+
+        Args:
+            queue_state: "active", "paused_capacity" or "paused_rate_limit".
+            queue_state_reason: The server's reason, if it gives one.
+        """
         self._queue_states.on_queue_state_change(queue_state, queue_state_reason, name=self.sampling_session_id)
 
     def sample(
@@ -188,6 +205,12 @@ class SamplingClient:
 
         Raises:
             ValueError: The options contradict each other.
+            TypeError: The prompt is no ModelInput.
+
+        Example:
+            >>> prompt = ModelInput.from_ints(tokenizer.encode("Once upon"))  # doctest: +SKIP
+            >>> drawn = sampler.sample(prompt, 4, SamplingParams(max_tokens=32)).result()  # doctest: +SKIP
+            >>> [tokenizer.decode(sequence.tokens) for sequence in drawn.sequences]  # doctest: +SKIP
         """
         request = self._request(
             prompt,
@@ -489,7 +512,7 @@ class SamplingClient:
         queue_state_observer: Observer | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> SampleResponse:
-        """Draw samples; takes what `sample` takes and gives the samples themselves."""
+        """Like `sample`; gives the samples themselves."""
         return await self.sample(
             prompt,
             num_samples,
@@ -513,7 +536,17 @@ class SamplingClient:
         timeout: float | None = None,
         queue_state_observer: Observer | None = None,
     ) -> Future[list[float | None]]:
-        """The log-probability of each token of a prompt; None for the first. `sample` describes the options."""
+        """The log-probability of each token of a prompt; None for the first.
+
+        Args:
+            prompt: What to score.
+            prompt_logprobs_last_n: Score the last n tokens only.
+            timeout: Seconds after which it is given up with APITimeoutError.
+            queue_state_observer: Is told when the server's queue pauses or goes on, besides the log.
+
+        Returns:
+            A future of one number per token; None where there is none.
+        """
         request = self._request(
             prompt, 1, SamplingParams(max_tokens=1), prompt_logprobs=True, prompt_logprobs_last_n=prompt_logprobs_last_n
         )
@@ -550,6 +583,13 @@ class SamplingClient:
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
         """A client of the sampler behind a handle; the credential is this process's own.
 
+        Args:
+            handle: What `get_sampler_handle` gave.
+            api_key: The key; that of the environment by default.
+
+        Returns:
+            A client with request numbers of its own.
+
         Raises:
             ValueError: The text is no handle.
         """
@@ -578,7 +618,7 @@ class SamplingClient:
         return self._session.call(self._sampler).result().base_model
 
     async def get_base_model_async(self) -> str:
-        """The name of the base model under this sampler."""
+        """Like `get_base_model`."""
         return (await self._session.call(self._sampler)).base_model
 
     def get_tokenizer(
@@ -594,6 +634,9 @@ class SamplingClient:
             backend: "transformers" or "tokenizers"; the first that is installed by default.
             sampler_fun: Says what is sampled from (`base_model`), in place of the server.
             load_fun: Loads the tokenizer, in place of the libraries.
+
+        Returns:
+            transformers' tokenizer where that is installed, else a `tinkex.tokenizers.Tokenizer`.
         """
         base_model = self.get_base_model() if sampler_fun is None else sampler_fun(self).base_model
         return get_or_load_tokenizer(get_tokenizer_id(base_model), backend=backend, load_fun=load_fun)

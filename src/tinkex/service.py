@@ -59,6 +59,7 @@ class ServiceClient:
         base_url: The server; "local" runs one inside this process. TINKER_BASE_URL by default.
         api_key: The key; TINKER_API_KEY by default. None is needed on this machine.
         default_headers_overrides: Extra headers for every request.
+        config: All settings at once, in place of the arguments above; see `tinkex.Config.resolve`.
 
     Example:
         >>> with ServiceClient(base_url="local") as service:  # doctest: +SKIP
@@ -74,23 +75,33 @@ class ServiceClient:
         base_url: str | None = None,
         api_key: str | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
+        config: Config | None = None,
         **unknown: Any,
     ) -> None:
         if unknown:
             names = ", ".join(sorted(unknown))
             warnings.warn(f"ServiceClient ignores unknown arguments: {names}", FutureWarning, stacklevel=2)
-        config = Config.resolve(
-            base_url=base_url,
-            api_key=api_key,
-            project_id=project_id,
-            user_metadata=user_metadata,
-            default_headers=default_headers_overrides,
-        )
-        self._session = Session(config, display_name=display_name)
+        given = {
+            "base_url": base_url,
+            "api_key": api_key,
+            "project_id": project_id,
+            "user_metadata": user_metadata,
+            "default_headers": default_headers_overrides,
+        }
+        if config is not None and any(value is not None for value in given.values()):
+            raise ValueError("give a config, or settings one by one, not both")
+        self._session = Session(config or Config.resolve(**given), display_name=display_name)
 
     @classmethod
     def sharing(cls, session: Session) -> Self:
-        """Another client of a session that is there already."""
+        """Another client of a session that is there already.
+
+        Args:
+            session: The session.
+
+        Returns:
+            A client that makes others of that session; closing it ends the session for all.
+        """
         service = cls.__new__(cls)
         service._session = session
         return service
@@ -129,8 +140,14 @@ class ServiceClient:
             user_metadata: Kept with the run.
             optimizer: AdamW by default.
 
+        Returns:
+            The client of the new run.
+
         Raises:
             RequestFailedError: The server has no such model; the message lists the ones there are.
+
+        Example:
+            >>> client = service.create_lora_training_client("tinkex/tiny", rank=16)  # doctest: +SKIP
         """
         return self._create_lora(
             base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
@@ -194,7 +211,22 @@ class ServiceClient:
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> TrainingClient:
-        """Start a training run from a checkpoint's weights; the optimizer starts afresh."""
+        """Start a training run from a checkpoint's weights; the optimizer starts afresh.
+
+        Args:
+            path: A `tinker://…/weights/…` path.
+            base_model: The name of the model under it; what the checkpoint says by default.
+            user_metadata: Kept with the run.
+            weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+            optimizer: Another optimizer than the checkpoint's.
+
+        Returns:
+            The client of the new run.
+
+        Raises:
+            TinkerError: There is no such checkpoint, or it is not one of training.
+            ValueError: It is no LoRA checkpoint.
+        """
         return self._session.start(
             self._from_state(path, False, base_model, user_metadata, weights_access_token, optimizer)
         ).result()
@@ -219,7 +251,24 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> TrainingClient:
-        """Start a training run that carries on where a checkpoint left off, optimizer state included."""
+        """Start a training run that carries on where a checkpoint left off, optimizer state included.
+
+        Args:
+            path: A `tinker://…/weights/…` path.
+            base_model: The name of the model under it; what the checkpoint says by default.
+            user_metadata: Kept with the run.
+            weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+
+        Returns:
+            The client of the new run.
+
+        Raises:
+            TinkerError: There is no such checkpoint, or it holds no optimizer state.
+
+        Example:
+            >>> path = client.save_state("step-100").result().path  # doctest: +SKIP
+            >>> client = service.create_training_client_from_state_with_optimizer(path)  # doctest: +SKIP
+        """
         return self._session.start(
             self._from_state(path, True, base_model, user_metadata, weights_access_token, None)
         ).result()
@@ -355,8 +404,14 @@ class ServiceClient:
             retry_config: How samples that fail for a passing reason are treated.
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
 
+        Returns:
+            The sampler.
+
         Raises:
             ValueError: Neither was given, or the path is not a `tinker://` path.
+
+        Example:
+            >>> sampler = service.create_sampling_client(base_model="tinkex/tiny")  # doctest: +SKIP
         """
         return self._open_sampler(model_path, base_model, retry_config, record_stability_info).result()
 
@@ -412,13 +467,21 @@ class ServiceClient:
         return self._session.start(self._capabilities()).result()
 
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
-        """Which models the server offers."""
+        """Like `get_server_capabilities`."""
         return await self._session.start(self._capabilities())
 
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> Future[str]:
         """Copy a checkpoint into this client's project, on servers that offer it; the future gives the copy's path.
+
+        Args:
+            path: The checkpoint; the server judges the path.
+            ttl_seconds: Seconds after which the copy expires; never by default.
+            weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+
+        Returns:
+            A future of the copy's path.
 
         Raises:
             ValueError: This client has no project.
@@ -439,7 +502,16 @@ class ServiceClient:
         return self._session.transport.breakers.states() if self._session.transport.breakers else {}
 
     def close(self, status: ClientSessionFinishReasonType = "success", detail: str | None = None) -> Future[None]:
-        """Finish the session; a second call does nothing."""
+        """Finish the session; a second call does nothing.
+
+        Args:
+            status: How the session ended: "success", "errored" or "interrupted".
+            detail: What is to be said of that.
+
+        Returns:
+            A future that is done when the server knows; with "success", once all calls made before have been carried
+            out.
+        """
         return start(self._session.finish(status, detail))
 
     def __enter__(self) -> Self:

@@ -99,6 +99,14 @@ def attach_logger(
 ) -> str:
     """Write a line to the log "tinkex" for every event of these names; the id is what `detach` takes.
 
+    Args:
+        handler_id: A name for the logger; one is made up by default.
+        events: The names; the usual four by default.
+        level: The level of the lines.
+
+    Returns:
+        The id.
+
     Raises:
         ValueError: There is no such level, or the id is taken.
     """
@@ -124,7 +132,14 @@ def attach_lines(line: Line, events: Iterable[str], handler_id: str, level: str 
 
 
 def detach(handler_id: str) -> bool:
-    """Stop a logger; False when there is none of this id."""
+    """Stop a logger; False when there is none of this id.
+
+    Args:
+        handler_id: What `attach_logger` gave.
+
+    Returns:
+        Whether there was one.
+    """
     return bus.detach(handler_id)
 
 
@@ -316,7 +331,16 @@ class Reporter:
     # ── what is told ──
 
     def log(self, name: str, data: Mapping[str, Any] | None = None, severity: str = "info") -> bool:
-        """Report an event; False when it is dropped."""
+        """Report an event; False when it is dropped.
+
+        Args:
+            name: What happened.
+            data: What is known of it.
+            severity: "DEBUG", "INFO", "WARNING", "ERROR" or "CRITICAL".
+
+        Returns:
+            Whether it was taken.
+        """
         if not self.is_alive:
             return False
         try:
@@ -328,12 +352,28 @@ class Reporter:
             return False
 
     def log_exception(self, error: BaseException, severity: str = "error") -> bool:
-        """Report an exception, and have it sent soon; the user's own mistakes are told apart from all others."""
+        """Report an exception, and have it sent soon; the user's own mistakes are told apart from all others.
+
+        Args:
+            error: The exception.
+            severity: How bad it is.
+
+        Returns:
+            Whether it was taken.
+        """
         taken = self._describe(error, severity)
         return self.flush() and taken
 
     def log_fatal_exception(self, error: BaseException, severity: str = "error") -> bool:
-        """Report an exception that ends the program, and with it the session; they are sent while it ends."""
+        """Report an exception that ends the program, and with it the session; they are sent while it ends.
+
+        Args:
+            error: The exception.
+            severity: How bad it is.
+
+        Returns:
+            Whether it was taken.
+        """
         taken = self._describe(error, severity)
         self._say_end()
         if not self.flush():
@@ -387,6 +427,9 @@ class Reporter:
         Args:
             sync: Wait until it has been (or was given up), `flush_timeout` at most.
             wait_drained: Wait until nothing waits at all, including what is added meanwhile.
+
+        Returns:
+            Whether the reporter still works and, where it was waited for, everything went in time.
         """
         if not self.is_alive:
             return False
@@ -396,11 +439,25 @@ class Reporter:
         return self.wait_until_drained(self._flush_timeout) if wait_drained else True
 
     def wait_until_drained(self, timeout: float = 30.0) -> bool:
-        """Wait until nothing waits to be sent any more; False when that takes too long."""
+        """Wait until nothing waits to be sent any more; False when that takes too long.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            Whether everything was sent.
+        """
         return self.is_alive and self._wait(lambda: self._gone >= self._pushed, timeout)
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Report the end of the session, wait until everything is sent, and end; False when it had ended before."""
+        """Report the end of the session, wait until everything is sent, and end; False when it had ended before.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            Whether this call ended it.
+        """
         if not self._finish():
             return False
         if self._runtime.is_current:  # waiting here would stop what is waited for
@@ -411,7 +468,11 @@ class Reporter:
         return True
 
     async def aclose(self, timeout: float = CLOSE_SECONDS) -> None:
-        """End within `timeout`, sent or not; to be awaited on the runtime's loop, any number of times."""
+        """End within `timeout`, sent or not; to be awaited on the runtime's loop, any number of times.
+
+        Args:
+            timeout: Seconds it may take.
+        """
         if os.getpid() != self._pid:
             return
         if self._ending is None:
@@ -614,6 +675,9 @@ def init(
         enabled: Decides instead of the configuration and the environment.
         name: A name for the reporter; while one of this name is alive, that one is returned.
         options: Those of `Reporter`.
+
+    Returns:
+        The reporter, or None.
 
     Raises:
         ConfigurationError: The session id, the configuration or the way to send is missing.
@@ -849,7 +913,17 @@ async def async_capture(
     fatal: bool = False,
     severity: str = "error",
 ) -> T:
-    """Run a coroutine, or a function in a thread, with its exceptions reported; the value or the exception is yours."""
+    """Run a coroutine, or a function in a thread, with its exceptions reported; the value or the exception is yours.
+
+    Args:
+        work: The coroutine or the function.
+        reporter: Where to report to; None for nowhere.
+        fatal: Whether an exception ends the session.
+        severity: How bad it is.
+
+    Returns:
+        What the work gives.
+    """
     with capture_exceptions(reporter, fatal=fatal, severity=severity):
         if inspect.isawaitable(work):
             return await cast("Awaitable[T]", work)

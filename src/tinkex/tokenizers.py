@@ -63,6 +63,9 @@ def get_tokenizer_id(
         training_client: Is asked what it trains; when that fails, the name decides.
         info_fun: Asks it; `get_info` of the client by default.
 
+    Returns:
+        The id: a repository of the hub, or a directory.
+
     Example:
         >>> get_tokenizer_id("meta-llama/Llama-3.1-8B"), get_tokenizer_id("org/model/variant:rev")
         ('thinkingmachineslabinc/meta-llama-3-tokenizer', 'org/model')
@@ -137,6 +140,9 @@ def get_or_load_tokenizer(
         kimi_options: `tiktoken_model_path`, `tokenizer_config_path`, `cache_dir`, `endpoint`, `pat_str`,
             `special_token_matching`, `http_timeout_ms`.
 
+    Returns:
+        The tokenizer.
+
     Raises:
         TokenizerError: The id is no text, an option does not exist, or the tokenizer cannot be loaded.
         ConfigurationError: A library is missing, or the files are not to be had.
@@ -205,6 +211,9 @@ def encode(
         allow_special_tokens: Whether text that spells a special token becomes it; Kimi's only.
         options: Those of `get_or_load_tokenizer`.
 
+    Returns:
+        The token ids.
+
     Raises:
         TokenizerError: The text or the name is no text, or the tokenizer fails.
     """
@@ -231,6 +240,16 @@ def decode(
     **options: Any,
 ) -> str:
     """The text of tokens, by a model's tokenizer; the options are those of `encode`.
+
+    Args:
+        ids: The token ids.
+        model_name: The model.
+        training_client: A run of it, whose server says which tokenizer it has.
+        info_fun: Says what the run trains, in place of `get_info`.
+        options: As for `encode`.
+
+    Returns:
+        The text.
 
     Raises:
         TokenizerError: The tokens are no list of whole numbers, or the tokenizer fails.
@@ -268,8 +287,12 @@ def load_tokenizer(name: str, *, backend: str | None = None, revision: str | Non
         backend: "transformers" or "tokenizers"; the first that is installed by default.
         revision: The revision of its repository; the newest that is known by default.
 
+    Returns:
+        The tokenizer.
+
     Raises:
         ConfigurationError: Neither library is installed, or the files are not on this machine.
+        ValueError: There is no such backend.
     """
     if backend is None:
         backend = "transformers" if importlib.util.find_spec("transformers") else "tokenizers"
@@ -338,7 +361,17 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Read tokenizer.json and, when there, its configuration and chat template."""
+        """Read tokenizer.json and, when there, its configuration and chat template.
+
+        Args:
+            directory: Where the files are.
+
+        Returns:
+            The tokenizer.
+
+        Raises:
+            ConfigurationError: There is no tokenizer.json, or the package `tokenizers` is missing.
+        """
         import tokenizers
 
         file = directory / "tokenizer.json"
@@ -361,20 +394,50 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Text to token ids."""
+        """Text to token ids.
+
+        Args:
+            text: The text.
+            add_special_tokens: Add those that the tokenizer puts around text.
+
+        Returns:
+            The token ids.
+        """
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, tokens: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
-        """Token ids to text."""
+        """Token ids to text.
+
+        Args:
+            tokens: The token ids.
+            skip_special_tokens: Leave special tokens out.
+
+        Returns:
+            The text.
+        """
         ids = [tokens] if isinstance(tokens, int) else [int(token) for token in tokens]
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
-        """The id of a token, by its text."""
+        """The id of a token, by its text.
+
+        Args:
+            token: Its text.
+
+        Returns:
+            Its id, or None.
+        """
         return self._id(token)
 
     def convert_ids_to_tokens(self, token_id: int) -> str | None:
-        """The text of a token, by its id."""
+        """The text of a token, by its id.
+
+        Args:
+            token_id: Its id.
+
+        Returns:
+            Its text, or None.
+        """
         text: str | None = self._tokenizer.id_to_token(token_id)
         return text
 
@@ -389,7 +452,20 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> Any:
-        """A conversation as the model expects it: token ids, or text with `tokenize=False`."""
+        """A conversation as the model expects it: token ids, or text with `tokenize=False`.
+
+        Args:
+            conversation: Messages with `role` and `content`.
+            tokenize: Give token ids in place of text.
+            add_generation_prompt: End with the words that begin an answer.
+            variables: Further variables of the template.
+
+        Returns:
+            Token ids or text.
+
+        Raises:
+            ValueError: The tokenizer has no chat template.
+        """
         if self.chat_template is None:
             raise ValueError("this tokenizer has no chat template")
         text = _compiled(self.chat_template).render(

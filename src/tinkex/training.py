@@ -253,7 +253,12 @@ class TrainingClient:
         return self._session.telemetry
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None = None) -> None:
-        """What is done when the server's queue for this run changes: a pause is logged, once a minute at most."""
+        """What is done when the server's queue for this run changes: a pause is logged, once a minute at most.
+
+        Args:
+            queue_state: "active", "paused_capacity" or "paused_rate_limit".
+            queue_state_reason: The server's reason, if it gives one.
+        """
         self._queue_states.on_queue_state_change(queue_state, queue_state_reason, name=self.model_id)
 
     async def _result(self, receipt: Receipt, options: CallOptions) -> Any:
@@ -281,6 +286,9 @@ class TrainingClient:
 
         Returns:
             A future of one record of tensors per datum, and metrics.
+
+        Raises:
+            ValueError: There is no data, or no such loss.
         """
         return self._pass(data, loss_fn, loss_fn_config, options, forward_only=True)
 
@@ -304,6 +312,10 @@ class TrainingClient:
 
         Raises:
             ValueError: There is no data.
+
+        Example:
+            >>> datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})  # doctest: +SKIP
+            >>> client.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"]  # doctest: +SKIP
         """
         return self._pass(data, loss_fn, loss_fn_config, options, forward_only=False)
 
@@ -330,13 +342,31 @@ class TrainingClient:
     def forward_future(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> Future[list[UntypedAPIFuture]]:
-        """Submit a forward pass and get its receipts, one per chunk, for `retrieve` or another process to wait for."""
+        """Submit a forward pass and get its receipts, one per chunk, for `retrieve` or another process to wait for.
+
+        Args:
+            data: The examples.
+            loss_fn: The name of a loss.
+            loss_fn_config: Settings of that loss.
+
+        Returns:
+            A future of the receipts.
+        """
         return self._pass_future(data, loss_fn, loss_fn_config, forward_only=True)
 
     def forward_backward_future(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> Future[list[UntypedAPIFuture]]:
-        """Submit a pass and get its receipts, one per chunk, for `retrieve` or another process to wait for."""
+        """Submit a pass and get its receipts, one per chunk, for `retrieve` or another process to wait for.
+
+        Args:
+            data: The examples.
+            loss_fn: The name of a loss.
+            loss_fn_config: Settings of that loss.
+
+        Returns:
+            A future of the receipts.
+        """
         return self._pass_future(data, loss_fn, loss_fn_config, forward_only=False)
 
     def _pass_future(
@@ -490,6 +520,10 @@ class TrainingClient:
         Raises:
             ValueError: There is no data, a datum has no target tokens, the handle is another session's, or the
                 regularizers' names are not different.
+
+        Example:
+            >>> loss = lambda data, logprobs: (-sum(one.sum() for one in logprobs), {})  # doctest: +SKIP
+            >>> client.forward_backward_custom(data, loss).result().metrics["loss:sum"]  # doctest: +SKIP
         """
         if loss_type_input is not None:
             if loss_type_input != "logprobs":
@@ -567,9 +601,15 @@ class TrainingClient:
             adam_params: The same, under its older name.
             options: How to wait for the result; see `CallOptions`.
 
+        Returns:
+            A future of the step's metrics, as far as the server gives any.
+
         Raises:
             ValueError: Both were given.
             TypeError: Neither was given, or something else.
+
+        Example:
+            >>> client.optim_step(AdamParams(learning_rate=1e-4)).result()  # doctest: +SKIP
         """
         return self._put(protocol.OPTIM_STEP, self._step_request(optim_params, adam_params), options)
 
@@ -586,7 +626,15 @@ class TrainingClient:
     def optim_step_future(
         self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
     ) -> Future[UntypedAPIFuture]:
-        """Submit a step and get its receipt, for `retrieve` or another process to wait for."""
+        """Submit a step and get its receipt, for `retrieve` or another process to wait for.
+
+        Args:
+            optim_params: The hyper-parameters of this step.
+            adam_params: The same, under its older name.
+
+        Returns:
+            A future of the receipt.
+        """
         request = self._step_request(optim_params, adam_params)
 
         async def turn() -> Fetch[UntypedAPIFuture]:
@@ -611,6 +659,9 @@ class TrainingClient:
             request: Its receipt, or the request id in it.
             operation: What it is, e.g. "forward_backward", "optim_step" or "save_weights".
             options: How to wait for the result; see `CallOptions`.
+
+        Returns:
+            A future of the operation's result.
 
         Raises:
             ValueError: There is no such operation, or no request id.
@@ -672,6 +723,15 @@ class TrainingClient:
             overwrite: Replace a checkpoint of that name.
             user_metadata: Kept beside the checkpoint.
             options: How to wait for the result; see `CallOptions`.
+
+        Returns:
+            A future of the answer; its `path` is what `ServiceClient.create_training_client_from_state` takes.
+
+        Raises:
+            ValueError: `ttl_seconds` is no positive whole number.
+
+        Example:
+            >>> client.save_state("step-100").result().path  # doctest: +SKIP
         """
         request = SaveWeightsRequest(
             model_id=self.model_id,
@@ -707,6 +767,12 @@ class TrainingClient:
             ttl_seconds: Seconds after which the checkpoint expires; None keeps it.
             user_metadata: Kept beside the checkpoint.
             options: How to wait for the result; see `CallOptions`.
+
+        Returns:
+            A future of the answer; its `path` is what `create_sampling_client` takes.
+
+        Raises:
+            ValueError: `ttl_seconds` is no positive whole number.
         """
         request = SaveWeightsForSamplerRequest(
             model_id=self.model_id, path=name, ttl_seconds=_checked_ttl(ttl_seconds), user_metadata=user_metadata
@@ -742,6 +808,12 @@ class TrainingClient:
             ttl_seconds: Seconds after which the export expires; None keeps it.
             age_encryption_recipients: Public keys to encrypt the files for.
             options: How to wait for the result; see `CallOptions`.
+
+        Returns:
+            A future of the answer; its `path` is what `tinkex.download` takes.
+
+        Raises:
+            ValueError: `ttl_seconds` is no positive whole number.
         """
         request = SaveWeightsExternalRequest(
             model_id=self.model_id,
@@ -819,6 +891,12 @@ class TrainingClient:
             name: Deprecated; it has no effect.
             retry_config: How samples that fail for a passing reason are treated.
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
+
+        Returns:
+            The sampler.
+
+        Example:
+            >>> sampler = client.save_weights_and_get_sampling_client()  # doctest: +SKIP
         """
         return self._save_and_sample(name, retry_config, record_stability_info).result()
 
@@ -837,6 +915,9 @@ class TrainingClient:
             model_path: A `tinker://…/sampler_weights/…` path.
             retry_config: How samples that fail for a passing reason are treated.
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
+
+        Returns:
+            The sampler.
         """
         return SamplingClient.create(
             self._session,
@@ -863,13 +944,30 @@ class TrainingClient:
 
         Deprecated: `ServiceClient.create_training_client_from_state` makes a new run of a checkpoint, which works on
         every server; replacing the weights of a run that has begun does not.
+
+        Args:
+            path: A `tinker://…/weights/…` path.
+            weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+            options: How to wait for the result; see `CallOptions`.
+
+        Returns:
+            A future of the answer; its `path` is the checkpoint's.
         """
         return self._load(path, False, weights_access_token, options)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
-        """Replace this run's weights and optimizer state by a checkpoint's. Deprecated as `load_state` is."""
+        """Replace this run's weights and optimizer state by a checkpoint's. Deprecated as `load_state` is.
+
+        Args:
+            path: A `tinker://…/weights/…` path.
+            weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+            options: How to wait for the result; see `CallOptions`.
+
+        Returns:
+            A future of the answer; its `path` is the checkpoint's.
+        """
         return self._load(path, True, weights_access_token, options)
 
     async def load_state_async(
@@ -924,7 +1022,7 @@ class TrainingClient:
         return self._session.start(self._info()).result()
 
     async def get_info_async(self) -> GetInfoResponse:
-        """What this run trains."""
+        """Like `get_info`."""
         return await self._session.start(self._info())
 
     def get_tokenizer(
@@ -940,17 +1038,39 @@ class TrainingClient:
             backend: "transformers" or "tokenizers"; the first that is installed by default.
             info_fun: Says what this run trains, in place of `get_info`.
             load_fun: Loads the tokenizer, in place of the libraries.
+
+        Returns:
+            transformers' tokenizer where that is installed, else a `tinkex.tokenizers.Tokenizer` with the same methods.
+
+        Raises:
+            ConfigurationError: It is neither on this machine nor can it be downloaded.
         """
         info = self.get_info() if info_fun is None else info_fun(self)
         return get_or_load_tokenizer(tokenizer_id_of(info), backend=backend, load_fun=load_fun)
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """The tokens of a text, by this run's tokenizer; `options` are its own, e.g. `add_special_tokens`."""
+        """The tokens of a text, by this run's tokenizer; `options` are its own, e.g. `add_special_tokens`.
+
+        Args:
+            text: The text.
+            options: The tokenizer's own, e.g. `add_special_tokens`.
+
+        Returns:
+            The token ids.
+        """
         tokens: list[int] = self._tokenizer().encode(text, **options)
         return tokens
 
     def decode(self, tokens: Sequence[int], **options: Any) -> str:
-        """The text of tokens, by this run's tokenizer."""
+        """The text of tokens, by this run's tokenizer.
+
+        Args:
+            tokens: The token ids.
+            options: The tokenizer's own, e.g. `skip_special_tokens`.
+
+        Returns:
+            The text.
+        """
         text: str = self._tokenizer().decode(tokens, **options)
         return text
 

@@ -432,3 +432,18 @@ def test_cancelling_and_failing(trained: TorchEngine) -> None:
     assert not isinstance(results["fine"], Exception)
     assert len(results["fine"].sequences[0].tokens) == 9
     trained.drop_sampler("unknown")
+
+
+def test_a_job_that_has_begun_to_decode_can_be_cancelled(trained: TorchEngine) -> None:
+    """As it happens when whoever reads a stream hangs up: the row leaves, the others and the engine go on."""
+    request = SampleRequest(prompt=ModelInput.from_ints(PROMPT), sampling_params=SamplingParams(max_tokens=9, stop=[]))
+    for name in ("left", "stays"):
+        trained.sample_start(name, "s", request, 0)
+    for _ in range(4):
+        assert not trained.sample_step()
+    trained.sample_cancel("left")
+    results: dict[str, Any] = {}
+    while trained.sampling():
+        results |= {done.job: done.result for done in trained.sample_step()}
+    assert results.keys() == {"stays"}
+    assert len(results["stays"].sequences[0].tokens) == 9

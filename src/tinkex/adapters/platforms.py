@@ -48,7 +48,14 @@ class TrainingPlatform(Protocol[S]):
     """
 
     def create_session(self, config: SessionConfig) -> S:
-        """Start training a fresh adapter, or the weights of a checkpoint."""
+        """Start training a fresh adapter, or the weights of a checkpoint.
+
+        Args:
+            config: The base model, the adapter's shape, and a checkpoint to start from.
+
+        Returns:
+            What the other calls take; what it is, is the platform's own.
+        """
 
     def forward_backward(
         self,
@@ -60,13 +67,38 @@ class TrainingPlatform(Protocol[S]):
         """Compute the loss of data and add its gradient to what the next step applies.
 
         The log-probabilities of the targets are in `loss_fn_outputs`, the loss is `metrics["loss:sum"]`.
+
+        Args:
+            session: What `create_session` gave.
+            data: The examples; their losses are summed.
+            loss_fn: The name of a loss.
+            loss_fn_config: Settings of that loss.
+
+        Returns:
+            One record per datum, and metrics.
         """
 
     def optim_step(self, session: S, params: AdamParams) -> OptimStepResponse:
-        """Apply the gradient with AdamW and clear it; without one, nothing changes."""
+        """Apply the gradient with AdamW and clear it; without one, nothing changes.
+
+        Args:
+            session: What `create_session` gave.
+            params: The hyper-parameters of this step.
+
+        Returns:
+            The step's metrics, as far as there are any.
+        """
 
     def save_checkpoint(self, session: S, name: str) -> str:
-        """Keep the weights as they are under a name that is new; what it gives can be `SessionConfig.checkpoint`."""
+        """Keep the weights as they are under a name that is new; what it gives can be `SessionConfig.checkpoint`.
+
+        Args:
+            session: What `create_session` gave.
+            name: The name.
+
+        Returns:
+            Where the checkpoint is, in the platform's own terms.
+        """
 
     def sample(
         self,
@@ -75,4 +107,14 @@ class TrainingPlatform(Protocol[S]):
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
     ) -> SampleResponse:
-        """Sample from the weights as they are."""
+        """Sample from the weights as they are.
+
+        Args:
+            session: What `create_session` gave.
+            prompt: What to continue.
+            num_samples: How many samples to draw.
+            sampling_params: How to draw them.
+
+        Returns:
+            The samples.
+        """

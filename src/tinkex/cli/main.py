@@ -32,8 +32,8 @@ COMMANDS = {
     "train": ("tinkex.cli.train:train", "Fine-tune a model on a file of examples."),
     "version": ("tinkex.cli.versions:version", "Which version this is."),
 }
-WITHOUT_FORMAT = {"completion", "demo", "serve"}
-"""Commands whose output has one form only."""
+WITHOUT_FORMAT = {"chat", "completion", "demo", "serve", "train"}
+"""Commands whose output has one form only, or other forms."""
 
 
 class LazyGroup(CommandGroup):

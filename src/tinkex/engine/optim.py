@@ -1,6 +1,6 @@
 """Optimizers on one flat buffer per adapter: pure functions from a state and a gradient to the next state.
 
-AdamW is torch's. Dimuon is Muon on the two matrices of each LoRA pair; `docs/optimizers.md` says what of it is
+AdamW is torch's. Dimuon is Muon on the two matrices of each LoRA pair; `docs/guides/optimizers.md` says what of it is
 documented and what is our choice.
 
 Axes: B matrices of one shape, R the shorter side of a matrix, D the longer one.

@@ -67,6 +67,9 @@ def execute_all(
         track_grad_norms: Whether to report the norms of their gradients.
         max_concurrency: The most threads at once; by default as many as there are processors.
 
+    Returns:
+        An output for each spec.
+
     Raises:
         RegularizerError: The first, in the order of the specs, that failed.
     """
@@ -91,7 +94,21 @@ def execute_one(
     timeout: float | None = TIMEOUT,
     track_grad_norms: bool = False,
 ) -> RegularizerOutput:
-    """Compute one regularizer, here and now."""
+    """Compute one regularizer, here and now.
+
+    Args:
+        spec: The regularizer and its weight.
+        data: The data that the log-probabilities are of.
+        logprobs: The log-probabilities: one tensor, or one for each datum.
+        timeout: Seconds to wait for an asynchronous one.
+        track_grad_norms: Also give the norm of its gradient.
+
+    Returns:
+        Its value, contribution and metrics.
+
+    Raises:
+        RegularizerError: It failed, or gave something else.
+    """
     return execute_all([spec], data, logprobs, parallel=False, timeout=timeout, track_grad_norms=track_grad_norms)[0]
 
 

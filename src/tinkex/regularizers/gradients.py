@@ -48,6 +48,13 @@ def norm_of(loss: torch.Tensor, logprobs: Logprobs) -> float:
 def compute_grad_norm(loss_fn: Callable[[Any], Any], logprobs: Logprobs) -> float:
     """The norm of the gradient of any function at some log-probabilities, of any shape.
 
+    Args:
+        loss_fn: Takes the log-probabilities and returns one number as a tensor.
+        logprobs: The log-probabilities: one tensor, or one for each datum.
+
+    Returns:
+        The norm.
+
     Example:
         >>> round(compute_grad_norm(torch.sum, torch.tensor([1.0, 2.0, 3.0])), 4)
         1.7321
@@ -59,7 +66,16 @@ def compute_grad_norm(loss_fn: Callable[[Any], Any], logprobs: Logprobs) -> floa
 
 
 def grad_norm_for_regularizer(spec: RegularizerSpec, data: Sequence[Datum], logprobs: Logprobs) -> float:
-    """The norm of a regularizer's gradient, not weighted; 0.0 with a warning when it fails or is asynchronous."""
+    """The norm of a regularizer's gradient, not weighted; 0.0 with a warning when it fails or is asynchronous.
+
+    Args:
+        spec: The regularizer.
+        data: The data that the log-probabilities are of.
+        logprobs: The log-probabilities: one tensor, or one for each datum.
+
+    Returns:
+        The norm.
+    """
     if spec.async_:
         logger.warning(UNTRACED, spec.name)
         return 0.0
@@ -73,7 +89,17 @@ def grad_norm_for_regularizer(spec: RegularizerSpec, data: Sequence[Datum], logp
 def total_grad_norm(
     base_fn: LossFn, specs: Sequence[RegularizerSpec], data: Sequence[Datum], logprobs: Logprobs
 ) -> float:
-    """The norm of the gradient of the composed loss; 0.0 with a warning when it cannot be computed."""
+    """The norm of the gradient of the composed loss; 0.0 with a warning when it cannot be computed.
+
+    Args:
+        base_fn: The base loss.
+        specs: The regularizers.
+        data: The data that the log-probabilities are of.
+        logprobs: The log-probabilities: one tensor, or one for each datum.
+
+    Returns:
+        The norm.
+    """
 
     def loss(leaves: Any) -> torch.Tensor:
         total = value_of(base_fn(data, leaves), "the base loss")[0]

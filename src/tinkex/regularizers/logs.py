@@ -30,6 +30,13 @@ def events() -> list[str]:
 def attach_logger(handler_id: str | None = None, level: str | int = "info") -> str:
     """Write a line to the log "tinkex" for every such event; the id is what `detach` takes.
 
+    Args:
+        handler_id: A name for the logger; one is made up by default.
+        level: The level of the lines.
+
+    Returns:
+        The id.
+
     Raises:
         ValueError: There is no such level, or the id is taken.
     """

@@ -44,6 +44,9 @@ def compute(
         timeout: Seconds that each of them may take then.
         max_concurrency: How many are computed at once then.
 
+    Returns:
+        The loss, its terms and, where asked for, the norms of their gradients.
+
     Raises:
         RegularizerError: A regularizer failed, or (kind `pipeline_failed`) the specs or the base loss are at fault.
     """
@@ -129,6 +132,9 @@ def regularized(
         timeout: Seconds that each of them may take then.
         max_concurrency: How many are computed at once then.
         on_output: Is given the structured numbers of every loss that is computed.
+
+    Returns:
+        A function of data and log-probabilities that returns the loss and its metrics.
 
     Raises:
         ValueError: The specs are at fault.

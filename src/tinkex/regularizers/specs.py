@@ -31,7 +31,16 @@ class Regularizer(Protocol):
     """An object that computes a term of a loss; it may have a `name()`, which its spec then takes."""
 
     def compute(self, data: Sequence[Datum], logprobs: Logprobs, opts: Mapping[str, Any]) -> Value:
-        """The term's value, not weighted, and metrics."""
+        """The term's value, not weighted, and metrics.
+
+        Args:
+            data: The data that the log-probabilities are of.
+            logprobs: The log-probabilities: one tensor, or one for each datum.
+            opts: What the spec's `opts` say.
+
+        Returns:
+            The value, and metrics by name.
+        """
 
 
 class RegularizerError(TinkerError):
@@ -45,7 +54,17 @@ class RegularizerError(TinkerError):
 
 
 def execute(fn: Any, data: Sequence[Datum], logprobs: Logprobs, opts: Mapping[str, Any] | None = None) -> Any:
-    """Call a regularizer in whichever form it is; an asynchronous one gives its awaitable or future."""
+    """Call a regularizer in whichever form it is; an asynchronous one gives its awaitable or future.
+
+    Args:
+        fn: A callable of two or three arguments, or an object with `compute`.
+        data: The data that the log-probabilities are of.
+        logprobs: The log-probabilities: one tensor, or one for each datum.
+        opts: Options for those that take any.
+
+    Returns:
+        What it gives: value and metrics, or an awaitable of them.
+    """
     call = fn.compute if callable(getattr(fn, "compute", None)) else fn
     return call(data, logprobs, dict(opts or {})) if takes_opts(fn) else call(data, logprobs)
 

@@ -38,7 +38,17 @@ class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
 
     @classmethod
     def from_tinker_path(cls, tinker_path: str) -> Self:
-        """Parse a path; `ValueError` says what is wrong with it: the scheme, the shape or the kind."""
+        """Parse a path; `ValueError` says what is wrong with it: the scheme, the shape or the kind.
+
+        Args:
+            tinker_path: `tinker://RUN/KIND/NAME`.
+
+        Returns:
+            Its parts.
+
+        Raises:
+            ValueError: The scheme, the shape or the kind is wrong; the message says which.
+        """
         if not isinstance(tinker_path, str) or not tinker_path.startswith(SCHEME):
             raise ValueError(
                 f"{tinker_path!r} is not a checkpoint path: it does not begin with {SCHEME}; "
@@ -258,7 +268,7 @@ class Checkpoint(Stamped, frozen=True, kw_only=True):
 
 
 class CheckpointsListResponse(Record, frozen=True, kw_only=True):
-    """Checkpoints."""
+    """A page of checkpoints."""
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None

@@ -105,6 +105,13 @@ class RegularizerSpec:
     def new(cls, fields: Mapping[str, Any] | None = None, /, **others: Any) -> Self:
         """Make a spec from a mapping, from keywords, or both; `async` is read as `async_`.
 
+        Args:
+            fields: The fields, as a mapping.
+            others: Further fields.
+
+        Returns:
+            The spec.
+
         Raises:
             ValueError: Names what is missing, unknown or out of range.
         """
@@ -173,6 +180,16 @@ class RegularizerOutput(Record, frozen=True, kw_only=True):
     ) -> Self:
         """From a term's value and weight.
 
+        Args:
+            name: What the term is called.
+            value: Its value, not weighted.
+            weight: Its weight.
+            custom: Its metrics.
+            grad_norm: The norm of its gradient, where that was asked for.
+
+        Returns:
+            The output.
+
         Example:
             >>> RegularizerOutput.from_computation("l2", 4.0, 0.5, grad_norm=2.0).grad_norm_weighted
             1.0
@@ -228,6 +245,9 @@ class CustomLossOutput(Record, frozen=True, kw_only=True):
             outputs: The terms; their names are unique.
             base_grad_norm: The length of the base loss's gradient.
             total_grad_norm: The length of the whole gradient.
+
+        Returns:
+            The output.
         """
         added = sum(output.contribution for output in outputs)
         return cls(

@@ -45,6 +45,12 @@ class QueueState(StrEnum):
     def parse(cls, value: Any) -> Self:
         """The state a text names, whatever its case and surrounding blanks; anything else is unknown.
 
+        Args:
+            value: The text.
+
+        Returns:
+            The state.
+
         Example:
             >>> QueueState.parse(" Paused_Capacity ")
             <QueueState.PAUSED_CAPACITY: 'paused_capacity'>

@@ -64,7 +64,17 @@ class EncodedTextChunk(Fixed):
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form."""
+        """Read the JSON form.
+
+        Args:
+            value: Decoded JSON.
+
+        Returns:
+            The value.
+
+        Raises:
+            ValueError: Something is missing or not of its kind.
+        """
         if not isinstance(value, Mapping) or "tokens" not in value:
             raise ValueError("a text chunk must be an object with tokens")
         return cls(tokens=value["tokens"], type=value.get("type", "encoded_text"))
@@ -242,7 +252,14 @@ class ModelInput(Fixed):
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | Array) -> Self:
-        """From token ids: a list or an integer array."""
+        """From token ids: a list or an integer array.
+
+        Args:
+            tokens: The token ids.
+
+        Returns:
+            An input of one chunk.
+        """
         return cls(chunks=[EncodedTextChunk(tokens=tokens)])
 
     @classmethod
@@ -263,6 +280,9 @@ class ModelInput(Fixed):
             model_name: The model whose tokenizer to load, when none is given.
             add_special_tokens: Whether the tokenizer adds what it puts around a text.
             options: Passed to `tinkex.tokenizers.encode`, when a model is named.
+
+        Returns:
+            An input of one chunk.
 
         Raises:
             TokenizerError: Neither a tokenizer nor a model name was given, or the text is none; it is a ValueError.
@@ -290,11 +310,25 @@ class ModelInput(Fixed):
         return cls()
 
     def append(self, chunk: ModelInputChunk) -> Self:
-        """With a chunk added at the end."""
+        """With a chunk added at the end.
+
+        Args:
+            chunk: The chunk.
+
+        Returns:
+            A new input; this one stays as it is.
+        """
         return type(self)(chunks=[*self.chunks, chunk])
 
     def append_int(self, token: int) -> Self:
-        """With one token added at the end."""
+        """With one token added at the end.
+
+        Args:
+            token: The token id.
+
+        Returns:
+            A new input; this one stays as it is.
+        """
         if self.chunks and isinstance(last := self.chunks[-1], EncodedTextChunk):
             joined = np.append(last.tokens_np, token_array([token]))
             return type(self)(chunks=[*self.chunks[:-1], EncodedTextChunk(tokens=joined)])
@@ -330,7 +364,11 @@ class ModelInput(Fixed):
         return all(isinstance(chunk, EncodedTextChunk) for chunk in self.chunks)
 
     def to_numpy(self) -> Array:
-        """All tokens as one int32 array; `ValueError` when a chunk is not text."""
+        """All tokens as one int32 array; `ValueError` when a chunk is not text.
+
+        Raises:
+            ValueError: A chunk is not text.
+        """
         arrays = []
         for chunk in self.chunks:
             if not isinstance(chunk, EncodedTextChunk):
@@ -353,7 +391,17 @@ class ModelInput(Fixed):
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form."""
+        """Read the JSON form.
+
+        Args:
+            value: Decoded JSON.
+
+        Returns:
+            The value.
+
+        Raises:
+            ValueError: Something is missing or not of its kind.
+        """
         if not isinstance(value, Mapping) or not isinstance(value.get("chunks"), list):
             raise ValueError("a model input must be an object with a list of chunks")
         return cls(chunks=value["chunks"])
@@ -518,6 +566,9 @@ class Datum(Wired):
             model_input: Runs that cover the input's tokens, in order and without gaps.
             loss_fn_inputs: Runs that cover the target tokens in the same way.
 
+        Returns:
+            The datum with its spans.
+
         Raises:
             ValueError: The runs do not add up to the length of what they cover.
         """
@@ -549,7 +600,17 @@ class Datum(Wired):
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form."""
+        """Read the JSON form.
+
+        Args:
+            value: Decoded JSON.
+
+        Returns:
+            The value.
+
+        Raises:
+            ValueError: Something is missing or not of its kind.
+        """
         if not isinstance(value, Mapping) or "model_input" not in value:
             raise ValueError("a datum must be an object with model_input and loss_fn_inputs")
         inputs = value.get("loss_fn_inputs") or {}

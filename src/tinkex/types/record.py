@@ -27,6 +27,12 @@ DEEPEST = 64
 def literal_values(kind: Any) -> tuple[Any, ...]:
     """The values that a literal type allows, in their order.
 
+    Args:
+        kind: The literal type.
+
+    Returns:
+        The values.
+
     Example:
         >>> from tinkex.types import StopReason
         >>> literal_values(StopReason)
@@ -37,6 +43,13 @@ def literal_values(kind: Any) -> tuple[Any, ...]:
 
 def parse_literal(kind: Any, value: Any) -> Any:
     """A value, if a literal type allows it; else None.
+
+    Args:
+        kind: The literal type.
+        value: The value.
+
+    Returns:
+        The value, or None.
 
     Example:
         >>> from tinkex.types import TensorDtype

@@ -162,7 +162,14 @@ class SampledSequence(Wired):
         return len(self.tokens) if self.tokens_np is None else int(self.tokens_np.size)
 
     def named(self, sequence_id: str) -> SampledSequence:
-        """The same sample under another id."""
+        """The same sample under another id.
+
+        Args:
+            sequence_id: The id.
+
+        Returns:
+            A new sample.
+        """
         return SampledSequence(self.stop_reason, sequence_id, *self._state()[2:])
 
     def to_wire(self) -> dict[str, Any]:
@@ -171,7 +178,17 @@ class SampledSequence(Wired):
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form; a reason to stop that is not known here is None."""
+        """Read the JSON form; a reason to stop that is not known here is None.
+
+        Args:
+            value: Decoded JSON.
+
+        Returns:
+            The value.
+
+        Raises:
+            ValueError: Something is missing or not of its kind.
+        """
         if not isinstance(value, Mapping) or not isinstance(value.get("tokens"), list):
             raise ValueError("a sampled sequence must be an object with tokens")
         return cls(
@@ -262,7 +279,14 @@ class SampleResponse(Wired):
         return self._topk_prompt_logprobs_list
 
     def named(self, sequence_ids: Sequence[str]) -> SampleResponse:
-        """The same answer with these ids for its first so many samples."""
+        """The same answer with these ids for its first so many samples.
+
+        Args:
+            sequence_ids: The ids.
+
+        Returns:
+            A new answer.
+        """
         count = len(sequence_ids)
         named = [sequence.named(name) for sequence, name in zip(self.sequences, sequence_ids, strict=False)]
         return SampleResponse(named + self.sequences[count:], *self._state()[1:])
@@ -278,7 +302,17 @@ class SampleResponse(Wired):
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form."""
+        """Read the JSON form.
+
+        Args:
+            value: Decoded JSON.
+
+        Returns:
+            The value.
+
+        Raises:
+            ValueError: Something is missing or not of its kind.
+        """
         if not isinstance(value, Mapping) or not isinstance(value.get("sequences"), list):
             raise ValueError("a sample result must be an object with sequences")
         return cls(
@@ -348,7 +382,14 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True):
 
     @classmethod
     def from_map(cls, value: Mapping[str, Any]) -> Self:
-        """Read an event: one with a reason to finish is the end, one with an error is that."""
+        """Read an event: one with a reason to finish is the end, one with an error is that.
+
+        Args:
+            value: The event's data.
+
+        Returns:
+            The chunk.
+        """
         if value.get("error") is not None:
             return cls.error(str(value["error"]))
         fields = {name: value[name] for name in cls.__struct_fields__ if value.get(name) is not None}
@@ -358,12 +399,27 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True):
 
     @classmethod
     def done(cls, finish_reason: str | None = None, total_tokens: int | None = None) -> Self:
-        """The end of a stream."""
+        """The end of a stream.
+
+        Args:
+            finish_reason: Why.
+            total_tokens: How many tokens there were.
+
+        Returns:
+            The chunk.
+        """
         return cls(finish_reason=finish_reason, total_tokens=total_tokens, event_type="done")
 
     @classmethod
     def error(cls, message: str) -> Self:
-        """An error that ends a stream."""
+        """An error that ends a stream.
+
+        Args:
+            message: What went wrong.
+
+        Returns:
+            The chunk.
+        """
         return cls(token=message, event_type="error")
 
     @property

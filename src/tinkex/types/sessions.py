@@ -184,6 +184,12 @@ class RequestErrorCategory(StrEnum):
     def parse(cls, value: Any) -> Self:
         """The category a text names, in any case; anything else is unknown.
 
+        Args:
+            value: The text, if there is one.
+
+        Returns:
+            The category.
+
         Example:
             >>> RequestErrorCategory.parse("USER")
             <RequestErrorCategory.User: 'user'>

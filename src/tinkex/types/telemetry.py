@@ -110,7 +110,15 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
 
     @classmethod
     def from_list(cls, events: Iterable[Any], **metadata: str) -> TelemetryBatch:
-        """A batch from events or their JSON forms, and the fields that they share."""
+        """A batch from events or their JSON forms, and the fields that they share.
+
+        Args:
+            events: The events.
+            metadata: What they share.
+
+        Returns:
+            The batch.
+        """
         return cls(events=list(events), **metadata)
 
     def to_list(self) -> list[dict[str, Any]]:

@@ -35,6 +35,12 @@ def dtype_of(array: Array | np.dtype[Any], *, warn: bool = False) -> TensorDtype
     Args:
         array: An array, or a numpy dtype.
         warn: Say so, as a `UserWarning`, when values may be rounded or wrap around.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        ValueError: It cannot be sent: complex numbers, text, objects.
     """
     dtype = array if isinstance(array, np.dtype) else array.dtype
     if dtype.kind not in "fiub":
@@ -45,7 +51,14 @@ def dtype_of(array: Array | np.dtype[Any], *, warn: bool = False) -> TensorDtype
 
 
 def check_precision_loss(array: Array | np.dtype[Any]) -> tuple[TensorDtype, str] | None:
-    """What is lost when an array is sent: the wire dtype and a reason, or None when every value fits."""
+    """What is lost when an array is sent: the wire dtype and a reason, or None when every value fits.
+
+    Args:
+        array: The array.
+
+    Returns:
+        The dtype and the reason, or None.
+    """
     dtype = array if isinstance(array, np.dtype) else array.dtype
     if dtype.kind == "f" and dtype.itemsize > 4:
         return "float32", f"{dtype} is sent as float32: values keep about seven digits"
@@ -201,7 +214,14 @@ class TensorData(Fixed):
 
     @classmethod
     def from_numpy(cls, array: Array) -> Self:
-        """Wrap an array; no copy when it already is contiguous int64 or float32."""
+        """Wrap an array; no copy when it already is contiguous int64 or float32.
+
+        Args:
+            array: The array.
+
+        Returns:
+            The tensor.
+        """
         dtype = dtype_of(array)
         values = np.ascontiguousarray(array, dtype=DTYPES[dtype]).reshape(-1)
         return cls._dense(values, dtype, list(array.shape))
@@ -219,7 +239,14 @@ class TensorData(Fixed):
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> Self:
-        """Take a torch tensor of any device; half types are widened."""
+        """Take a torch tensor of any device; half types are widened.
+
+        Args:
+            tensor: The tensor.
+
+        Returns:
+            The tensor, on the CPU.
+        """
         if tensor.requires_grad:
             tensor = tensor.detach()
         if not tensor.is_cpu:
@@ -235,6 +262,9 @@ class TensorData(Fixed):
         Args:
             tensor: Any torch tensor; one that is not two-dimensional stays dense.
             pad_value: The value of the cells that need not be listed.
+
+        Returns:
+            The tensor.
         """
         tensor = tensor.detach().cpu()
         if tensor.is_floating_point() and tensor.element_size() < 4:
@@ -254,7 +284,18 @@ class TensorData(Fixed):
 
     @classmethod
     def from_any(cls, value: Any, dtype: TensorDtype | None = None) -> Self:
-        """Turn a TensorData, torch tensor, numpy array or (nested) list into TensorData."""
+        """Turn a TensorData, torch tensor, numpy array or (nested) list into TensorData.
+
+        Args:
+            value: What there is.
+            dtype: What it is sent as; by its own kind by default.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            ValueError: It is ragged, or holds fractions where integers are wanted.
+        """
         if isinstance(value, cls):
             return value
         if hasattr(value, "detach"):
@@ -276,7 +317,14 @@ class TensorData(Fixed):
         return cls.from_numpy(array)
 
     def to_numpy(self, pad_value: float = 0) -> Array:
-        """The dense array; cells that a sparse tensor does not list read as `pad_value`."""
+        """The dense array; cells that a sparse tensor does not list read as `pad_value`.
+
+        Args:
+            pad_value: What stands in cells that a sparse tensor does not list.
+
+        Returns:
+            The array; without a copy where the tensor is dense.
+        """
         if self._crow is None or self._col is None or self.shape is None:
             return self._values if self.shape is None else self._values.reshape(self.shape)
         dense = np.full(self.shape, _pad(pad_value, self._values.dtype), dtype=self._values.dtype)
@@ -285,13 +333,27 @@ class TensorData(Fixed):
         return dense
 
     def to_torch(self, pad_value: float = 0) -> torch.Tensor:
-        """The dense tensor, as a copy."""
+        """The dense tensor, as a copy.
+
+        Args:
+            pad_value: What stands in cells that a sparse tensor does not list.
+
+        Returns:
+            The tensor.
+        """
         import torch
 
         return torch.from_numpy(np.array(self.to_numpy(pad_value)))
 
     def tolist(self, pad_value: float = 0) -> list[Any]:
-        """The dense tensor as nested lists."""
+        """The dense tensor as nested lists.
+
+        Args:
+            pad_value: What stands in cells that a sparse tensor does not list.
+
+        Returns:
+            The lists.
+        """
         return cast("list[Any]", self.to_numpy(pad_value).tolist())
 
     def to_wire(self) -> dict[str, Any]:
@@ -306,7 +368,17 @@ class TensorData(Fixed):
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form."""
+        """Read the JSON form.
+
+        Args:
+            value: Decoded JSON.
+
+        Returns:
+            The value.
+
+        Raises:
+            ValueError: Something is missing or not of its kind.
+        """
         if not isinstance(value, dict):
             raise ValueError(f"a tensor must be an object with data and dtype, got {type(value).__name__}")
         dtype, shape = value.get("dtype"), value.get("shape")
@@ -330,7 +402,15 @@ class TensorData(Fixed):
         return {name: getattr(self, name) for name in self.FIELDS}
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy, with some fields replaced; the arrays are shared unless `deep`."""
+        """A copy, with some fields replaced; the arrays are shared unless `deep`.
+
+        Args:
+            update: Fields to replace.
+            deep: Copy what is inside, too.
+
+        Returns:
+            The copy.
+        """
         source = copy.deepcopy(self) if deep else self
         fields = (source._values, source.dtype, source.shape, source._crow, source._col)
         return type(self)(**dict(zip(self.FIELDS, fields, strict=True)) | dict(update or {}))

@@ -361,7 +361,17 @@ class ForwardBackwardOutput(Wired):
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form."""
+        """Read the JSON form.
+
+        Args:
+            value: Decoded JSON.
+
+        Returns:
+            The value.
+
+        Raises:
+            ValueError: Something is missing or not of its kind.
+        """
         if not isinstance(value, Mapping) or not isinstance(value.get("loss_fn_outputs"), list):
             raise ValueError("a forward_backward result must be an object with loss_fn_outputs")
         outputs = [
@@ -416,12 +426,27 @@ class OptimStepRequest(Record, frozen=True, kw_only=True):
         settle(self, "optimizer_params", params if isinstance(params, OptimParamsBase) else None)
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        """The fields as a dictionary, as they are sent."""
+        """The fields as a dictionary, as they are sent.
+
+        Args:
+            options: As for every record; see `Record.model_dump`.
+
+        Returns:
+            The dictionary.
+        """
         dumped = super().model_dump(**options)
         return {name: value for name, value in dumped.items() if value is not None or name not in _PARAMS}
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy, with some fields replaced."""
+        """A copy, with some fields replaced.
+
+        Args:
+            update: Fields to replace.
+            deep: Copy what is inside, too.
+
+        Returns:
+            The copy.
+        """
         update = dict(update or {})
         if not update.keys().isdisjoint(_PARAMS):
             update = dict.fromkeys(_PARAMS) | update
