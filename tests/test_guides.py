@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
 import tinkex
-from pages import ROOT, blocks, commands, is_written, matches, name_of, pages, quoted_messages, run
+import tinkex.telemetry
+from pages import DOCS, ROOT, blocks, commands, is_written, matches, name_of, pages, quoted_messages, run
 from tinkex import events, metrics
 
 MOST_NOT_RUN = 8
 SLOW = {"docs/guides/platforms.md"}
 """Pages that take more than a few seconds: this one imports peft and transformers."""
+
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 RUNNABLE = [page for page in pages() if any(block.is_run for block in blocks(page))]
 ALL = [ROOT / "README.md", *pages()]
@@ -95,6 +101,69 @@ def _parse(command: click.Command, words: list[str], parent: click.Context | Non
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_the_messages_of_errors_in_a_page_are_those_of_the_sources(page: Path) -> None:
     assert [message for message in quoted_messages(page) if not is_written(message)] == []
+
+
+# ── what a page lists is all there is ────────────────────────────────────────────────────────────────────────────
+
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    """Parameters of a callable that may be left out, and what they are then."""
+    known = inspect.signature(kind).parameters.values()
+    return {item.name: item.default for item in known if item.default is not item.empty}
+
+
+@pytest.mark.parametrize(
+    ("guide", "kind", "omitted"),
+    [
+        ("advanced-configuration", tinkex.Config, {"feature_gates"}),
+        ("retry-and-error-handling", tinkex.RetryConfig, set()),
+        ("recovery", tinkex.RecoveryPolicy, set()),
+        ("recovery", tinkex.resilient, set()),
+        ("training-loop", tinkex.AdamParams, set()),
+        ("optimizers", tinkex.AdamParams, set()),
+        ("optimizers", tinkex.DimuonParams, {"type"}),
+        ("downloads", tinkex.download, set()),
+        ("telemetry", tinkex.telemetry.Reporter, {"owner", "secrets", "handler_id"}),
+        ("api-tour", tinkex.SamplingParams, set()),
+        ("streaming", tinkex.HttpClient.stream_get, set()),
+        ("training-persistence", tinkex.TrainingClient.save_state, {"options"}),
+    ],
+)
+def test_every_option_is_in_its_guide_with_its_default(guide: str, kind: Any, omitted: set[str]) -> None:
+    text = (DOCS / "guides" / f"{guide}.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    for name, default in _defaults(kind).items():
+        if name in omitted:
+            continue
+        about = [row for row in rows if re.search(rf"`{name}\b", row.split("|")[1])]
+        assert about, f"{guide}: {name} is in no table"
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            shown = {float(number) for row in about for number in NUMBER.findall(row.replace("−", "-"))}
+            assert default in shown, f"{guide}: the default of {name} is {default}, its row has {shown}"
+
+
+def test_every_variable_is_in_the_guide_to_the_environment() -> None:
+    text = (DOCS / "guides" / "environment-configuration.md").read_text(encoding="utf-8")
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    for name in set(re.findall(r"\"((?:TINKER|TINKEX)_[A-Z_]+)\"", source)):
+        assert f"`{name}`" in text, name
+
+
+def test_every_event_is_in_the_guide_to_telemetry() -> None:
+    text = (DOCS / "guides" / "telemetry.md").read_text(encoding="utf-8")
+    for name in events.CATALOGUE:
+        family, _, last = name.rpartition(".")
+        assert f"`{name}`" in text or f"`{family}.*`" in text or (f"`{family}." in text and f"`.{last}`" in text), name
+
+
+def test_every_command_is_in_the_guide_to_the_command_line() -> None:
+    from tinkex.cli.main import COMMANDS
+
+    text = (DOCS / "guides" / "cli-guide.md").read_text(encoding="utf-8")
+    for name in COMMANDS:
+        assert re.search(rf"`{name}\b", text), name
+    called = {words[0] for _, words in commands(DOCS / "guides" / "cli-guide.md")}
+    assert COMMANDS.keys() - called <= {"billing", "demo", "model", "version"}
 
 
 # ── what runs the pages can fail ─────────────────────────────────────────────────────────────────────────────────
