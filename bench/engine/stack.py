@@ -34,7 +34,10 @@ def service(engine: TorchEngine, *, socket: bool) -> Iterator[ServiceClient]:
     """A client of a server over this engine."""
     directory = Path(tempfile.mkdtemp(prefix="tinkex-bench-"))
     if not socket:
-        with LocalBackend(engine=engine, data_dir=directory) as backend, ServiceClient(base_url=backend.base_url) as client:
+        with (
+            LocalBackend(engine=engine, data_dir=directory) as backend,
+            ServiceClient(base_url=backend.base_url) as client,
+        ):
             yield client
         return
     import sys
