@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from faulty import Answer, FaultyServer, faulty_server
+from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import Wire, serving
 from tinkex.cli import run
 from tinkex.cli.main import COMMANDS, cli
@@ -247,11 +246,12 @@ def test_a_reader_that_has_had_enough_is_no_error_of_ours(monkeypatch: pytest.Mo
 
 @pytest.mark.covers("1.16.1")
 def test_an_interrupted_command_ends_with_130(command: Command, faulty: FaultyServer) -> None:
-    faulty.script("sessions", Answer(body={"sessions": []}, delay=5))
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    def interrupt(_: Seen) -> Answer:
+        os.kill(os.getpid(), signal.SIGINT)
+        return Answer(body={"sessions": []}, delay=5)
+
+    faulty.script("sessions", interrupt)
     shown = command("session", "list")
-    timer.cancel()
     assert shown.code == 130
     assert shown.err.endswith("stopped\n")
 
@@ -826,3 +826,27 @@ def test_usage_is_shown_flat_and_as_csv(command: Command, here: str, run_id: str
     assert storage["data"][0]["checkpoint_count"] >= 3
     assert command("billing", "checkpoint-storage").out.startswith("Checkpoint storage (1 rows)\n")
     assert command("billing", "checkpoint-storage", "--csv", "-").out.startswith("project_id,")
+
+
+# ── inside this process ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("1.16.1")
+def test_a_backend_of_this_process_is_a_server_like_any_other(command: Command, tmp_path: Path) -> None:
+    engine = FakeEngine((BaseModel(MODEL, 64, 1024, "fake"),))
+    with tinkex.LocalBackend(data_dir=tmp_path / "data", engine=engine) as backend:
+        shown = command(*SAMPLE, "--prompt", "x", "--json", "--base-url", backend.base_url)
+        assert len(shown.json["sequences"][0]["tokens"]) == 3
+        assert command("run", "list", "--base-url", backend.base_url).out.startswith("Training runs (0/0)\n")
+
+
+@pytest.mark.slow
+@pytest.mark.covers("1.16.1", "1.16.4")
+def test_the_bundled_model_is_sampled_inside_this_process(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path / "data"))
+    words = ("--base-url", "local", "--prompt", "Once upon a time", "--temperature", "0")
+    shown = command("run", "--base-model", MODEL, "--max-tokens", "8", *words)
+    assert shown.code == 0, shown.err
+    assert "She liked to play" in shown.out

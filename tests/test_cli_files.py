@@ -8,7 +8,6 @@ import os
 import signal
 import tarfile
 import threading
-import time
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -103,13 +102,23 @@ def left_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def interrupted(*words: str, after: float = 0.6) -> Result:
-    """A command that is stopped by Ctrl-C."""
-    timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    result = run(words)
-    timer.cancel()
-    return result
+def interrupted(place: Path, *words: str) -> Result:
+    """A command that is stopped by Ctrl-C once a part of its download lies on disk."""
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        while not ended.wait(0.01):
+            if any(file.stat().st_size for file in place.rglob("archive")):
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    watching = threading.Thread(target=interrupt)
+    watching.start()
+    try:
+        return run(words)
+    finally:
+        ended.set()
+        watching.join()
 
 
 # ── download ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -149,15 +158,11 @@ def test_what_is_there_is_replaced_only_by_force(
 def test_an_interrupted_download_is_continued(
     server: FaultyServer, place: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = packed({**FIRST, "more": os.urandom(3_000_000)})
-    fetched = offer(server, PATH, data, pieces=6, pause=0.3)
+    data = packed({**FIRST, "more": os.urandom(8_000_000)})
+    fetched = offer(server, PATH, data, pieces=8, pause=0.2)
     words = ("checkpoint", command, PATH, "-o", str(place / "it"))
-    assert interrupted(*words, after=0.9).exit_code == 130
+    assert interrupted(place, *words).exit_code == 130
     assert "stopped" in capsys.readouterr().err
-    limit = time.monotonic() + 5
-    while not [file for file in place.rglob("archive") if file.stat().st_size]:
-        assert time.monotonic() < limit
-        time.sleep(0.02)
     assert run(words).exit_code == 0
     assert int(server.requests(fetched)[-1].headers["range"].removeprefix("bytes=").removesuffix("-")) > 0
     assert left_in(place) == ["it"]

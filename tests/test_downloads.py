@@ -481,3 +481,28 @@ def test_with_resume_nothing_stays_of_a_download_that_has_not_begun(server: Faul
     with pytest.raises(tinkex.NotFoundError):
         tinkex.download(rest_of(server), PATH, tmp_path, resume=True)
     assert left_in(tmp_path) == []
+
+
+def fetched_of(directory: Path) -> int:
+    """How much of an archive has come."""
+    return sum(file.stat().st_size for file in directory.rglob("archive"))
+
+
+async def test_a_cancelled_download_writes_no_more(server: FaultyServer, tmp_path: Path) -> None:
+    data = tar_of({"big": CONTENT})
+    server.script(ARCHIVE, Answer(302, b"", {"Location": "/files/a.tar"}))
+    server.script("/files/a.tar", Answer(200, data, {"ETag": '"a"'}, pieces=8, pause=0.1))
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+    def progress(done: int, total: int) -> None:
+        loop.call_soon_threadsafe(begun.set)
+
+    download = tinkex.download_async(rest_of(server), PATH, tmp_path, progress=progress, resume=True)
+    task = asyncio.create_task(download)
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    size = fetched_of(tmp_path)
+    await asyncio.sleep(0.3)
+    assert 0 < fetched_of(tmp_path) == size < len(data)

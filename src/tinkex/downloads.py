@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import tarfile
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ Progress: TypeAlias = Callable[[int, int], object]
 ATTEMPTS = 5
 """How often in a row a fetch may break off without a byte having come."""
 WRITE_BYTES = 1 << 20
+STOP_SECONDS = 5.0
+"""How long a download that is cancelled is waited for."""
 READ_CHUNK = 1 << 20
 
 
@@ -113,9 +116,15 @@ async def download_async(
     max_retries: int = ARCHIVE_ATTEMPTS,
     retry_delay: float = ARCHIVE_RETRY_SECONDS,
 ) -> Downloaded:
-    """Like `download`."""
+    """Like `download`; one that is cancelled has stopped writing when it is left."""
     work = _Download(rest_client, tinker_path, output_dir, force, progress, resume, limits, max_retries, retry_delay)
-    return await start(work.run())
+    working = start(work.run())
+    try:
+        return await working
+    except asyncio.CancelledError:
+        working.cancel()
+        await asyncio.to_thread(work.ended.wait, STOP_SECONDS)
+        raise
 
 
 def target_of(tinker_path: str, output_dir: Path) -> Path:
@@ -160,6 +169,7 @@ class _Download:
             )
         mark = "partial" if resume else f"partial-{secrets.token_hex(4)}"
         self._scratch = self._target.with_name(f".{self._target.name}.{mark}")
+        self.ended = threading.Event()
 
     async def run(self) -> Downloaded:
         """Fetch, unpack, swap; whatever happens, nothing is left behind that was not asked for."""
@@ -179,8 +189,11 @@ class _Download:
             keep = self._can_resume()
             raise
         finally:
-            if not keep:
-                await asyncio.shield(asyncio.to_thread(shutil.rmtree, self._scratch, True))
+            try:
+                if not keep:
+                    await asyncio.shield(asyncio.to_thread(shutil.rmtree, self._scratch, True))
+            finally:
+                self.ended.set()
         return Downloaded(self._target, self._path)
 
     def _can_resume(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ import click
 
 from tinkex.cli.options import Connection, connecting, formatted, path_argument, switch, wait
 from tinkex.cli.output import print_json, size
-from tinkex.cli.progress import transfer, waiting
+from tinkex.cli.progress import Meter, transfer, waiting
 from tinkex.cli.results import CommandError, Outcome
 
 if TYPE_CHECKING:
@@ -31,13 +32,23 @@ def fetch(
     rest: RestClient, path: str, directory: Path | None, *, force: bool = False, resume: bool = True
 ) -> Downloaded:
     """Download a checkpoint with a bar; what an interrupted one has fetched is used by the next."""
-    from tinkex.downloads import DownloadError, download_async
+    from tinkex.downloads import STOP_SECONDS, DownloadError, download_async
     from tinkex.futures import start
 
-    with transfer(f"Downloading {path.rpartition('/')[2][:30]}") as meter:
-        future = start(download_async(rest, path, directory, force, meter, resume=resume))
+    ended = threading.Event()
+
+    async def work(meter: Meter) -> Downloaded:
         try:
-            return wait(future)
+            return await download_async(rest, path, directory, force, meter, resume=resume)
+        finally:
+            ended.set()
+
+    with transfer(f"Downloading {path.rpartition('/')[2][:30]}") as meter:
+        try:
+            return wait(start(work(meter)))
+        except KeyboardInterrupt:
+            ended.wait(STOP_SECONDS)  # until what was fetched is on disk
+            raise
         except DownloadError as error:
             if error.reason == "exists":
                 raise CommandError(f"{error.message}: --force replaces it", error) from None
