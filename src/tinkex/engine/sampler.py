@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from tinkex.engine.decoder import Decoder, Lora
     from tinkex.types.tensors import Array
 
-FIRST_TOKENS = 32
-"""How many samples of a prompt draw their first token at once."""
+FIRST_TOKENS = 64
+"""How many samples draw their first token at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,8 +398,7 @@ class Runner:
                 complete.append(running)
         if complete:
             lora_B = [running.job.source.lora for running in complete]
-            for running, logits_V in zip(complete, self._logits(hidden_TD[put(ends, hidden_TD)], lora_B), strict=True):
-                self._begin(running, logits_V)
+            self._begin(complete, self._logits(hidden_TD[put(ends, hidden_TD)], lora_B))
 
     def _logits(self, hidden_BD: torch.Tensor, lora_B: Sequence[Lora]) -> torch.Tensor:
         rows = hidden_BD.shape[0]
@@ -408,19 +407,25 @@ class Runner:
             F.pad(hidden_BD, (0, 0, 0, total - rows)), RowAdapters.of(self._products, lora_B, total)
         )[:rows]
 
-    def _begin(self, running: _Running, logits_V: torch.Tensor) -> None:
-        """The prompt has been run: draw the first tokens."""
-        running.ready = True
-        job = running.job
-        if not bool(torch.isfinite(logits_V).all()):
-            running.error = EngineError("the model's logits are not finite: its weights are broken", "server")
-        elif job.limit == 0:
-            running.waiting.clear()
-        else:
-            fresh = [sample for sample in running.waiting if not sample.tokens]
-            for first in range(0, len(fresh), FIRST_TOKENS):
-                pairs = [(running, sample) for sample in fresh[first : first + FIRST_TOKENS]]
-                self._read(self._draw(logits_V.expand(len(pairs), -1), pairs, later=False))
+    def _begin(self, runnings: Sequence[_Running], logits_BV: torch.Tensor) -> None:
+        """The prompts of these have been run: draw the first tokens of their samples."""
+        finite_B = torch.isfinite(logits_BV).all(-1).cpu().numpy()
+        pairs: list[tuple[_Running, Sample]] = []
+        rows: list[int] = []
+        for at, running in enumerate(runnings):
+            running.ready = True
+            if not finite_B[at]:
+                running.error = EngineError("the model's logits are not finite: its weights are broken", "server")
+            elif running.job.limit == 0:
+                running.waiting.clear()
+            else:
+                fresh = [sample for sample in running.waiting if not sample.tokens]
+                pairs += [(running, sample) for sample in fresh]
+                rows += [at] * len(fresh)
+        for first in range(0, len(pairs), FIRST_TOKENS):
+            some = slice(first, first + FIRST_TOKENS)
+            self._read(self._draw(logits_BV[put(rows[some], logits_BV)], pairs[some], later=False))
+        for running in runnings:
             running.waiting = [sample for sample in running.waiting if sample.stop_reason is None]
 
 
