@@ -76,6 +76,26 @@ def theirs(model: Any, rows: int, prompt: int, tokens: int) -> tuple[float, floa
     return rows * (tokens - 1) / wall, cpu / wall
 
 
+def batched(model: Any, rows: int, prompt: int, tokens: int) -> tuple[float, float]:
+    """The same of transformers' continuous batching, prompts included."""
+    from transformers import GenerationConfig
+
+    prompts = [torch.randint(0, 49152, (prompt,)).tolist() for _ in range(rows)]
+    settings = GenerationConfig(
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=True,
+        eos_token_id=-1,
+        pad_token_id=0,
+        use_cuda_graph=True,
+    )
+    wall, cpu = time.perf_counter(), time.process_time()
+    outputs = model.generate_batch(inputs=prompts, generation_config=settings)
+    drawn = sum(len(output.generated_tokens) for output in outputs.values())
+    seconds = time.perf_counter() - wall
+    return drawn / seconds, (time.process_time() - cpu) / seconds
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser()
@@ -113,6 +133,9 @@ def main() -> None:
         for rows in options.rows:
             run = functools.partial(theirs, model, rows, options.prompt, options.tokens)
             report("transformers generate", rows, options.rounds, run)
+        if options.device == "cuda":
+            run = functools.partial(batched, model, max(options.rows), options.prompt, options.tokens)
+            report("transformers continuous batching", max(options.rows), 1, run)
 
 
 def profile(run: Callable[[], object], device: str) -> None:

@@ -105,7 +105,7 @@ def training(engine: TorchEngine, client: ServiceClient, data: list[Datum], devi
     engine.drop("alone")
     print(f"training step of {total} tokens: engine alone {alone:.3f} s ({total / alone:.0f} tok/s)", flush=True)
     print(
-        f"  whole stack {whole:.3f} s ({total / whole:.0f} tok/s): {1e3 * (whole - alone):+.1f} ms, "
+        f"whole stack {whole:.3f} s ({total / whole:.0f} tok/s): {1e3 * (whole - alone):+.1f} ms, "
         f"{100 * (whole / alone - 1):+.1f} %",
         flush=True,
     )

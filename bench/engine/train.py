@@ -125,6 +125,8 @@ def main() -> None:
         return  # the peak of a process never goes down: one subject in each
     engine = random_engine(given.shape, given.device, micro_batch_tokens=given.budget)
     for count in given.adapters:
+        if count > len(data):
+            parser.error(f"--adapters {count} needs more data than --tokens {given.tokens} make: there are {len(data)}")
         names = [f"a{index}" for index in range(count)]
         for index, name in enumerate(names):
             engine.create(name, "m", LoraConfig(rank=given.rank, seed=index))
