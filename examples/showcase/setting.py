@@ -28,6 +28,7 @@ COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")
 
 console = Console(highlight=False, emoji=False)  # the `:train:` of a run is no emoji
 Problem = tuple[int, int]
+_tokenizers: dict[str, Any] = {}
 
 
 def connect() -> tinkex.ServiceClient:
@@ -41,6 +42,13 @@ def connect() -> tinkex.ServiceClient:
 def problems(held_out: int, seed: int) -> tuple[list[Problem], list[Problem]]:
     """Problems to train on, and so many others to test with: no training text has those, in either order."""
     return addition.training_problems(), random.Random(seed).sample(addition.held_out_problems(), held_out)
+
+
+def tokenizer_of(sampler: tinkex.SamplingClient) -> Any:
+    """The tokenizer of the base model. `get_tokenizer` asks the server which that is; here once is enough."""
+    if BASE_MODEL not in _tokenizers:
+        _tokenizers[BASE_MODEL] = sampler.get_tokenizer()
+    return _tokenizers[BASE_MODEL]
 
 
 def example(tokenizer: Any, prompt: str, answer: str) -> Datum:
@@ -63,7 +71,7 @@ def ask(
     seed: int = 0,
 ) -> list[list[SampledSequence]]:
     """The answers to each prompt. All are asked before the first is waited for: the server draws them in one batch."""
-    tokenizer = sampler.get_tokenizer()
+    tokenizer = tokenizer_of(sampler)
     futures = []
     for number, text in enumerate(prompts):
         # A seed for each prompt: with one for all, all would be answered by the same luck.
@@ -74,7 +82,7 @@ def ask(
 
 def answers(sampler: tinkex.SamplingClient, prompts: Sequence[str], *, max_tokens: int = 8) -> list[str]:
     """The likeliest answer to each prompt, without the line break that ends it."""
-    tokenizer = sampler.get_tokenizer()
+    tokenizer = tokenizer_of(sampler)
     found = ask(sampler, prompts, max_tokens=max_tokens)
     return [tokenizer.decode(group[0].tokens, skip_special_tokens=True).partition("\n")[0] for group in found]
 
