@@ -127,7 +127,7 @@ def svg(title: str, curves: Mapping[str, Sequence[float]]) -> str:
         legend = f"{html.escape(label)} ({low:.3g} to {high:.3g})"
         lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         lines.append(
-            f'<text x="{margin + 190 * number}" y="{height - 12}" font-size="13" fill="{colour}">{legend}</text>'
+            f'<text x="{margin + 300 * number}" y="{height - 12}" font-size="13" fill="{colour}">{legend}</text>'
         )
     return "\n".join([*lines, "</svg>", ""])
 
