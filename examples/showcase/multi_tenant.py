@@ -55,7 +55,7 @@ def train(client: tinkex.TrainingClient, habit: Callable[[int, int], str], seed:
 
 def chat(sampler: tinkex.SamplingClient, prompts: list[str]) -> list[str]:
     """Answers to questions that are asked one at a time."""
-    return [answers(sampler, [prompt])[0] for prompt in prompts]
+    return [answers(sampler, [prompt], max_tokens=12)[0] for prompt in prompts]
 
 
 def score(texts: list[str], habit: Callable[[int, int], str], tested: list[Problem]) -> float:
@@ -81,7 +81,7 @@ def main() -> None:
         together = time.perf_counter() - began
 
         samplers = [client.save_weights_and_get_sampling_client() for client in together_clients]
-        written = [answers(sampler, prompts) for sampler in samplers]
+        written = [answers(sampler, prompts, max_tokens=12) for sampler in samplers]
         # Now everybody asks one question at a time, as people do, and waits for each answer.
         began = time.perf_counter()
         one_by_one = [chat(sampler, prompts[:QUESTIONS]) for sampler in samplers]

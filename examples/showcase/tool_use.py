@@ -192,7 +192,8 @@ def main() -> None:
         draw("reading pays", {"mean reward": rewards, "episodes that read": reads})
         episodes = play(client.save_weights_and_get_sampling_client(), held_out, 1, SEED)
         reads_after, right_after = measured(episodes)
-        console.print("an episode about a story that was not trained on:\n\n" + episodes[0].text)
+        console.print("\nan episode about a story that was not trained on:\n")
+        console.print(next((episode.text for episode in episodes if episode.calls), "(none reads)"), soft_wrap=True)
 
     conclude(
         f"right answers about other stories rise by 20 points or more, to at least {STATED:.0%}, by reading them",
