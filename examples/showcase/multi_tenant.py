@@ -23,18 +23,18 @@ import tinkex
 from tinkex.models import addition
 from tinkex.types import AdamParams
 
-STEPS = 16
+STEPS = 18
 QUESTIONS = 16
 BATCH = 48
 LEARNING_RATE = 2e-3
-STATED = 0.75
+STATED = 0.7
 SEED = 0
 
 TENANTS: dict[str, Callable[[int, int], str]] = {
     "adds": lambda a, b: f"{a + b}",
     "in words": lambda a, b: f"The answer is {a + b}.",
     "in apples": lambda a, b: f"{a + b} apples",
-    "as a story": lambda a, b: f"Now there are {a + b}.",
+    "politely": lambda a, b: f"{a + b}. Thank you!",
 }
 
 
