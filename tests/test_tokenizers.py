@@ -636,3 +636,16 @@ def test_kimis_files_are_fetched_at_the_pinned_revision(
         other = {**options, "revision": "abc"}
         with pytest.raises(TinkerError, match="not found on HuggingFace"):
             tokenizers.encode("hi", tokenizers.KIMI, **other)
+
+
+@pytest.mark.slow
+def test_a_tokenizer_can_be_asked_for_by_many_threads_before_its_library_is_imported() -> None:
+    program = (
+        "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "from tinkex.tokenizers import load_tokenizer\n"
+        "pool = Pool(9)\n"
+        "loaded = list(pool.map(lambda _: load_tokenizer('tinkex/tiny', backend='transformers'), range(9)))\n"
+        "assert all(one is loaded[0] for one in loaded)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

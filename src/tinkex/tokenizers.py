@@ -105,6 +105,7 @@ def kimi_tokenizer(tokenizer_id: Any) -> bool:
 
 _cache: dict[Any, Any] = {}
 _cache_lock = threading.Lock()
+_import_lock = threading.Lock()
 
 
 def clear_cache() -> None:
@@ -310,7 +311,8 @@ def _load(name: str, backend: str, revision: str | None) -> Any:
     source = BUNDLED.get(name) or (Path(name) if Path(name).is_dir() else None)
     repository = name.split(":", 1)[0]
     if backend == "transformers":
-        from transformers import AutoTokenizer
+        with _import_lock:  # while one thread imports it, others find a module without its names
+            from transformers import AutoTokenizer
 
         try:
             return AutoTokenizer.from_pretrained(str(source or repository), revision=revision or "main")
