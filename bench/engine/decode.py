@@ -26,7 +26,7 @@ def engine_of(shape: str, device: str, adapters: int) -> Any:
 
     engine = random_engine(shape, device, threads=torch.get_num_threads())
     for index in range(adapters):
-        engine.create("a", "m", LoraConfig(rank=32, seed=index))
+        engine.create("a", "m", LoraConfig(rank=32, seed=index, train_unembed=False))
         weights = engine._adapters["a"].state.weights
         noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(index)).to(weights.device)
         weights.add_(noise, alpha=1e-3)

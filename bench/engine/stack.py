@@ -89,8 +89,8 @@ def rate(sampler: SamplingClient, rows: int, size: int, tokens: int, *, jobs: bo
 def training(engine: TorchEngine, client: ServiceClient, data: list[Datum], device: str, rounds: int) -> None:
     """A step of training, both ways."""
     total = sum(datum.model_input.length for datum in data)
-    trainer = client.create_lora_training_client("m", rank=32)
-    engine.create("alone", "m", LoraConfig(rank=32))
+    trainer = client.create_lora_training_client("m", rank=32, train_unembed=False)
+    engine.create("alone", "m", LoraConfig(rank=32, train_unembed=False))
 
     def step() -> None:
         passed = trainer.forward_backward(data, "cross_entropy")
@@ -113,9 +113,9 @@ def training(engine: TorchEngine, client: ServiceClient, data: list[Datum], devi
 
 def single(engine: TorchEngine, client: ServiceClient, rounds: int) -> SamplingClient:
     """One short sample after the other, both ways."""
-    trainer = client.create_lora_training_client("m", rank=32)
+    trainer = client.create_lora_training_client("m", rank=32, train_unembed=False)
     sampler = trainer.save_weights_and_get_sampling_client()
-    engine.create("alone", "m", LoraConfig(rank=32))
+    engine.create("alone", "m", LoraConfig(rank=32, train_unembed=False))
     engine.snapshot("alone", "alone")
     random, params = np.random.default_rng(0), SamplingParams(max_tokens=4, stop=[])
     alone: list[float] = []

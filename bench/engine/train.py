@@ -129,7 +129,7 @@ def main() -> None:
             parser.error(f"--adapters {count} needs more data than --tokens {given.tokens} make: there are {len(data)}")
         names = [f"a{index}" for index in range(count)]
         for index, name in enumerate(names):
-            engine.create(name, "m", LoraConfig(rank=given.rank, seed=index))
+            engine.create(name, "m", LoraConfig(rank=given.rank, seed=index, train_unembed=False))
         parts = {name: data[index::count] for index, name in enumerate(names)}
         times = [ours(engine, given.device, parts) for _ in range(given.rounds + 1)][1:]
         print(

@@ -27,7 +27,7 @@ from tinkex.engine.attention import AttentionRule, soft_cap, widened
 from tinkex.engine.config import DecoderConfig
 from tinkex.engine.elementwise import add_norm, gated, norm, turned_heads
 from tinkex.engine.lora import Factors, Linear
-from tinkex.engine.span_adapters import Share, forward
+from tinkex.engine.span_adapters import Share, SpanAdapters, forward
 
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of one layer: (layer, q_THC, k_TGC, v_TGC) -> [T, H*C]."""
@@ -77,7 +77,11 @@ class Mlp:
 
     def __call__(self, x_TD: torch.Tensor, lora: Adaptation, rows_T: torch.Tensor | None = None) -> torch.Tensor:
         """The share that is added; `rows_T` as for `Adaptation.linear`."""
-        gated_TF = gated(lora.linear(x_TD, self.gate_up, rows_T), self.activation)
+        gated_TF = None
+        if rows_T is None and isinstance(lora, SpanAdapters):
+            gated_TF = lora.gated(x_TD, self.gate_up, self.activation)
+        if gated_TF is None:
+            gated_TF = gated(lora.linear(x_TD, self.gate_up, rows_T), self.activation)
         return lora.linear(gated_TF, self.down, rows_T)
 
     def linears(self) -> Iterator[Linear]:

@@ -304,6 +304,115 @@ def add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor,
     )
 
 
+# ── gates of a projection whose shares have not been added yet ───────────────────────────────────────────────────
+
+TILE = 64
+
+
+@triton.jit
+def _gate_tile(
+    y,
+    low,
+    high,
+    scale,
+    row,
+    column,
+    rank,
+    T,
+    F,
+    y_row,
+    low_row,
+    R: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """One half of the projection: what the base weights gave, and the adapter's share of it."""
+    inside = (row < T)[:, None] & (column < F)[None, :]
+    before = tl.load(y + row[:, None] * y_row + PART * F + column[None, :], mask=inside, other=0.0)
+    left = tl.load(
+        low + row[:, None] * low_row + PART * R + rank[None, :],
+        mask=(row < T)[:, None] & (rank < R)[None, :],
+        other=0.0,
+    )
+    right = tl.load(
+        high + column[None, :] * R + rank[:, None], mask=(column < F)[None, :] & (rank < R)[:, None], other=0.0
+    )
+    return before.to(tl.float32) + tl.dot(left, right) * scale
+
+
+@triton.jit
+def _shared_gate(
+    dy,
+    y,
+    low,
+    gate_high,
+    up_high,
+    out,
+    scale,
+    T,
+    F,
+    y_row,
+    low_row,
+    R: tl.constexpr,
+    R_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GELU: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rank = tl.arange(0, R_PADDED)
+    inside = (row < T)[:, None] & (column < F)[None, :]
+    gate = _gate_tile(y, low, gate_high, scale, row, column, rank, T, F, y_row, low_row, R, 0)
+    up = _gate_tile(y, low, up_high, scale, row, column, rank, T, F, y_row, low_row, R, 1)
+    kind = out.dtype.element_ty
+    if GELU:  # gate * sigmoid(2 inner) is the tanh form
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        share = tl.sigmoid(2 * inner)
+    else:
+        share = tl.sigmoid(gate)
+    at = row[:, None] * F + column[None, :]
+    if BACKWARD:
+        grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        if GELU:
+            slope = share + gate * share * (1 - share) * 2 * 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
+        else:
+            slope = share * (1 + gate * (1 - share))
+        to = out + row[:, None] * y_row + column[None, :]
+        tl.store(to, (grad * up * slope).to(kind), mask=inside)
+        tl.store(to + F, (grad * gate * share).to(kind), mask=inside)
+    else:
+        tl.store(out + at, (gate * share * up).to(kind), mask=inside)
+
+
+def shared_gate(
+    y_TN: torch.Tensor,
+    low_TR: torch.Tensor,
+    high_FR: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    activation: str,
+    out: torch.Tensor,
+    dy_TF: torch.Tensor | None = None,
+) -> None:
+    """activation(gate) * up of a projection to which an adapter's share is added on the way, or its gradient.
+
+    The sum is never written: that saves a pass over the widest activations there are.
+    """
+    (rows, both), rank = y_TN.shape, high_FR[0].shape[1]
+    width = both // 2
+    _shared_gate[(triton.cdiv(width, TILE), triton.cdiv(rows, TILE))](
+        *(out if dy_TF is None else dy_TF, y_TN, low_TR, *high_FR, out, scale, rows, width),
+        *(y_TN.stride(0), low_TR.stride(0)),
+        R=rank,
+        R_PADDED=max(16, triton.next_power_of_2(rank)),
+        ROWS=TILE,
+        COLUMNS=TILE,
+        GELU=activation != "silu",
+        BACKWARD=dy_TF is not None,
+        num_warps=4,
+    )
+
+
 # ── keys and values ──────────────────────────────────────────────────────────────────────────────────────────────
 
 

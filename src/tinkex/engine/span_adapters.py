@@ -67,6 +67,17 @@ class SpanAdapters:
         y_TN: torch.Tensor = _MixedLinear.apply(x_TD, self.anchor, linear, shares)  # type: ignore[no-untyped-call]
         return y_TN
 
+    def gated(self, x_TD: torch.Tensor, linear: Linear, activation: str) -> torch.Tensor | None:
+        """A gated projection whose shares are added within its gate; None where there is no kernel for that."""
+        shares = self.shares(linear)
+        whole = sum(share.stop - share.start for share in shares) == x_TD.shape[0]
+        if self.anchor is None or not whole or any(x.factors.b_NR[0].shape[1] > MOST_FUSED for x in shares):
+            return None
+        if x_TD.dtype != torch.bfloat16 or kernels_for(x_TD) is None:
+            return None
+        out_TF: torch.Tensor = _MixedGate.apply(x_TD, self.anchor, linear, shares, activation)  # type: ignore[no-untyped-call]
+        return out_TF
+
     def shares(self, linear: Linear, start: int = 0, stop: int | None = None) -> list[Share]:
         """Who adds what to a linear layer, of these tokens, counted from the first of them."""
         found = []
@@ -166,3 +177,43 @@ class _MixedLinear(torch.autograd.Function):
         x_TD, *lows = ctx.saved_tensors
         dx = backward(grads[0], x_TD, lows, ctx.linear, ctx.shares, wants_input=ctx.needs_input_grad[0])
         return dx, None, None, None
+
+
+class _MixedGate(torch.autograd.Function):
+    """A gated projection of several adapters' tokens: what the base weights give is kept, the sum is made twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, linear: Linear, shares: Sequence[Share], activation: str
+    ) -> torch.Tensor:
+        y_TN = F.linear(x, linear.weight_ND, linear.bias_N)
+        lows = [F.linear(x[share.start : share.stop], share.factors.a_RD) for share in shares]
+        out_TF = y_TN.new_empty(y_TN.shape[0], y_TN.shape[1] // 2)
+        for share, low_TR in zip(shares, lows, strict=True):
+            here = slice(share.start, share.stop)
+            _fuse_gate(y_TN[here], low_TR, share, activation, out_TF[here])
+        ctx.save_for_backward(x, y_TN, *lows)
+        ctx.linear, ctx.shares, ctx.activation = linear, shares, activation
+        return out_TF
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x_TD, y_TN, *lows = ctx.saved_tensors
+        dy_TN, grad_TF = torch.empty_like(y_TN), grads[0].contiguous()
+        for share, low_TR in zip(ctx.shares, lows, strict=True):
+            here = slice(share.start, share.stop)
+            _fuse_gate(y_TN[here], low_TR, share, ctx.activation, dy_TN[here], grad_TF[here])
+        dx = backward(dy_TN, x_TD, lows, ctx.linear, ctx.shares, wants_input=ctx.needs_input_grad[0])
+        return dx, None, None, None, None
+
+
+def _fuse_gate(
+    y_TN: torch.Tensor,
+    low_TR: torch.Tensor,
+    share: Share,
+    activation: str,
+    out: torch.Tensor,
+    grad_TF: torch.Tensor | None = None,
+) -> None:
+    gate_FR, up_FR = share.factors.b_NR
+    kernels_for(y_TN).shared_gate(y_TN, low_TR, (gate_FR, up_FR), share.factors.scale, activation, out, grad_TF)
