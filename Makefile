@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: demo test slow crash versions lint format coverage dist-check clean help
+.PHONY: demo test slow crash versions cookbook lint format coverage dist-check clean help
 
 help:
 	@echo "make demo        watch a small model learn to add, on this machine"
@@ -12,6 +12,7 @@ help:
 	@echo "make slow        run the slow tests"
 	@echo "make crash       kill the server again and again while two clients train, save and sample"
 	@echo "make versions    run the loop with ten versions of the official client"
+	@echo "make cookbook    run tinker-cookbook's tests and loops with the official client and with tinkex"
 	@echo "make lint        linter, formatter in check mode, strict types, layers"
 	@echo "make format      format the code"
 	@echo "make coverage    list every numbered requirement and the tests that show it"
@@ -32,6 +33,9 @@ crash: $(VENV)/.test
 versions: $(VENV)/.test
 	$(BIN)/python tools/clients.py
 	$(BIN)/python -m pytest -n 2 tests/test_versions.py $(ARGS)
+
+cookbook: | $(BIN)/python
+	$(BIN)/python tools/cookbook.py $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
