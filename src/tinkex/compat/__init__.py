@@ -68,14 +68,11 @@ class _Finder(MetaPathFinder, Loader):
         return _Facade(spec.name, f"`{spec.name}`, as tinkex has it.")
 
     def exec_module(self, module: ModuleType) -> None:
-        from tinkex.protocol import PROTOCOL_VERSION
-
         name = module.__name__
-        offered: list[str] = sorted(MODULES[name])
         if name in ("tinker", "tinker._version"):
-            module.__dict__.update(__version__=PROTOCOL_VERSION, __title__="tinker")
-            offered = sorted((*TOP, "auth", "types", "__title__", "__version__")) if name == "tinker" else []
-        module.__dict__["__all__"] = offered
+            module.__dict__["__title__"] = "tinker"
+        offered = (*TOP, "auth", "types", "__title__", "__version__") if name == "tinker" else MODULES[name]
+        module.__dict__["__all__"] = sorted(offered)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
         from tinkex.compat.distribution import find

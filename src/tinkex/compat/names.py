@@ -238,7 +238,7 @@ def module_name(name: str) -> str:
 
 
 def _table() -> dict[str, dict[str, str]]:
-    """Where each name of each module lives in tinkex, as `module` or `module:name`."""
+    """Where each name of each module lives in tinkex, as `module:name`."""
     groups = {**GROUPS, **{module_name(name): (name,) for name in ALONE}}
     shared = "UntypedAPIFuture"
     types = {name: f"tinkex.types:{name}" for names in groups.values() for name in names if name not in APART}
@@ -246,18 +246,19 @@ def _table() -> dict[str, dict[str, str]]:
     retries = {name: f"tinkex.retries:{name}" for name in ("RetryConfig", "RetryHandler")}
     errors = {name: f"tinkex.errors:{name}" for name in ERRORS}
     clients = {name: f"tinkex:{name}" for name in (*CLIENTS, *LOSSES)}
+    version = {"__version__": "tinkex.protocol:PROTOCOL_VERSION"}
+    responses = {"AsyncAPIResponse": "tinkex:APIResponse"}
     interfaces = "tinker.lib.public_interfaces"
     own = {f"{module_name(name)}": {name: clients[name]} for name in CLIENTS}
     return {
-        "tinker": {name: f"tinkex:{name}" for name in (*TOP, "APIResponse")}
-        | {"AsyncAPIResponse": "tinkex:APIResponse"},
+        "tinker": {name: f"tinkex:{name}" for name in (*TOP, "APIResponse")} | version | responses,
         "tinker.auth": {
             name: f"tinkex.auth:{name}"
             for name in ("get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_credentials")
         },
         "tinker._exceptions": errors,
         "tinker._types": {"NOT_GIVEN": "tinkex:NOT_GIVEN"},
-        "tinker._version": {},
+        "tinker._version": version,
         "tinker.lib": {},
         "tinker.lib.retry_handler": retries,
         interfaces: clients | futures,
