@@ -30,36 +30,36 @@ import tinkex
 if TYPE_CHECKING:
     from tinkex import ServiceClient
 
+OFFICIAL = Path(str(importlib.metadata.distribution("tinker").locate_file("tinker")))
 GUIDE = Path(__file__).parent.parent / "docs" / "moving-from-tinker.md"
 
 
-@pytest.fixture
+NAMES = re.compile(r"(tinker|tinkex\.compat)(\.|$)")
+
+
+@pytest.fixture(autouse=True)
 def untouched() -> Iterator[None]:
     """A process that has not heard of tinker yet, and is afterwards as it was."""
-    known = {name: sys.modules.pop(name) for name in list(sys.modules) if re.match(r"tinker(\.|$)", name)}
-    compat = sys.modules.pop("tinkex.compat", None)
+    known = {name: sys.modules.pop(name) for name in list(sys.modules) if NAMES.match(name)}
     meta_path, path, environment = list(sys.meta_path), list(sys.path), os.environ.copy()
     yield
     sys.meta_path[:], sys.path[:] = meta_path, path
     os.environ.clear()
     os.environ.update(environment)
-    for name in [name for name in sys.modules if re.match(r"tinker(\.|$)", name)]:
+    for name in [name for name in sys.modules if NAMES.match(name)]:
         del sys.modules[name]
     sys.modules.update(known)
-    if compat is not None:
-        sys.modules["tinkex.compat"] = compat
 
 
 @pytest.fixture
-def compat(untouched: None) -> ModuleType:
+def compat() -> ModuleType:
     """The module, imported for the first time."""
     return importlib.import_module("tinkex.compat")
 
 
 def official_tree(*parts: str) -> ast.Module:
     """A file of the official package, which is not imported for it."""
-    found = importlib.metadata.distribution("tinker").locate_file("tinker")
-    return ast.parse(Path(str(found)).joinpath(*parts).read_text())
+    return ast.parse(OFFICIAL.joinpath(*parts).read_text())
 
 
 def imported_names(tree: ast.Module) -> dict[str, set[str]]:
@@ -121,7 +121,7 @@ exec("from tinker import *", everything)
     assert known["tinker"].__version__ == "0.36.0"
 
 
-def test_the_table_is_that_of_the_official_package(untouched: None) -> None:
+def test_the_table_is_that_of_the_official_package() -> None:
     from tinkex.compat.names import APART, MODULES, TOP
 
     assert listed_names(official_tree("__init__.py")) == {*TOP, "auth", "types", "__title__", "__version__"}
@@ -157,7 +157,7 @@ class _Absent:
         return None
 
 
-def test_the_official_package_need_not_be_installed(untouched: None) -> None:
+def test_the_official_package_need_not_be_installed() -> None:
     sys.meta_path.insert(0, _Absent())
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("tinker")
@@ -186,7 +186,7 @@ def test_it_can_be_taken_away_and_put_back(compat: ModuleType) -> None:
     assert importlib.import_module("tinker").Datum is tinkex.Datum
 
 
-def test_it_comes_too_late_when_tinker_is_there(untouched: None) -> None:
+def test_it_comes_too_late_when_tinker_is_there() -> None:
     there = ModuleType("tinker")
     there.__file__ = "/somewhere/tinker/__init__.py"
     sys.modules["tinker"] = there
@@ -221,6 +221,10 @@ if __name__ == "__main__":
         print(tinker.ServiceClient.__module__, type(pool.map(work, [1])[0]).__module__, sys.argv[1:])
     import tinkex.compat
     tinkex.compat.uninstall()
+    import importlib.util, os
+    spec = importlib.util.find_spec("tinker")
+    assert spec is None or "tinkex" not in spec.origin, spec
+    assert tinkex.compat.SHIM not in os.environ["PYTHONPATH"]
     sys.exit(7 if "torch" in sys.modules else 5)
 """
 
@@ -285,7 +289,7 @@ def test_the_hook_is_put_in_place_and_taken_away(
 
 @pytest.mark.parametrize(("value", "works"), [("1", True), ("0", False), ("", False), (None, False)])
 def test_the_hook_heeds_the_variable(
-    untouched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, works: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, works: bool
 ) -> None:
     (tmp_path / "tinkex-compat.pth").write_text(_line())
     if value is not None:
