@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: demo test slow crash versions lint format coverage docs dist-check clean help
+.PHONY: demo test slow crash versions examples cookbook lint format coverage docs dist-check clean help
 
 help:
 	@echo "make demo        watch a small model learn to add, on this machine"
@@ -12,6 +12,8 @@ help:
 	@echo "make slow        run the slow tests"
 	@echo "make crash       kill the server again and again while two clients train, save and sample"
 	@echo "make versions    run the loop with ten versions of the official client"
+	@echo "make cookbook    run tinker-cookbook's tests and loops with the official client and with tinkex"
+	@echo "make examples    run all examples, each of which proves what it shows"
 	@echo "make lint        linter, formatter in check mode, strict types, layers"
 	@echo "make format      format the code"
 	@echo "make coverage    list every numbered requirement and the tests that show it"
@@ -33,6 +35,12 @@ crash: $(VENV)/.test
 versions: $(VENV)/.test
 	$(BIN)/python tools/clients.py
 	$(BIN)/python -m pytest -n 2 tests/test_versions.py $(ARGS)
+
+cookbook: | $(BIN)/python
+	$(BIN)/python tools/cookbook.py $(ARGS)
+
+examples: $(VENV)/.test
+	$(BIN)/python examples/run_all.py $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -75,4 +83,4 @@ $(VENV)-docs/.docs: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs .venv-clients dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs .venv-clients .venv-cookbook dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis

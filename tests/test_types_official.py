@@ -1,6 +1,7 @@
 """Our types beside those of the official package: the same fields, defaults, JSON and protobuf for the same values.
 
-The official package is imported in a process of its own, once. The functions below make the same values from either.
+The official package is imported in a process of its own, once, which goes on to answer questions. The functions below
+make the same values from either package; further values are drawn from the schemas that the official types have.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import inspect
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from tinkex import codec, types
 from tinkex.types.record import Record, to_builtins
@@ -405,6 +409,32 @@ def refusals(types: Any, np: Any, torch: Any) -> dict[str, Any]:
     }
 
 
+def made_pass(types: Any, np: Any, torch: Any, recipe: Any) -> Any:
+    """A request for a pass, from plain values."""
+    data = []
+    for one in recipe["data"]:
+        tokens = types.ModelInput.empty()
+        for kind, content in one["chunks"]:
+            if kind == "text":
+                tokens = tokens.append(types.EncodedTextChunk(tokens=content))
+            elif kind == "dmel":
+                tokens = tokens.append(types.DmelChunk(dmel=bytes(content)))
+            else:
+                expected = len(content) or None
+                tokens = tokens.append(types.ImageChunk(data=bytes(content), format=kind, expected_tokens=expected))
+        inputs = {}
+        for name, (form, shape, values) in one["inputs"].items():
+            if form == "list":
+                inputs[name] = values
+            elif form == "torch":
+                inputs[name] = torch.tensor(values, dtype=torch.float32).reshape(shape)
+            else:
+                inputs[name] = types.TensorData(data=values, dtype=form, shape=shape)
+        data.append(types.Datum(model_input=tokens, loss_fn_inputs=inputs))
+    body = types.ForwardBackwardInput(data=data, loss_fn=recipe["loss_fn"], loss_fn_config=recipe["config"])
+    return types.ForwardBackwardRequest(forward_backward_input=body, model_id=recipe["model"], seq_id=recipe["seq"])
+
+
 REPORT = """
 import dataclasses, json, sys
 import numpy as np, torch, tinker
@@ -442,8 +472,14 @@ def refused(call):
         return type(error).__name__
     return None
 
+def proto(request):
+    return forward_backward_request_to_proto(request).SerializeToString(deterministic=True).hex()
+
+def dumps(message):
+    return [json.loads(message.model_dump_json()), json.loads(message.model_dump_json(exclude_none=True))]
+
 given = types, np, torch
-json.dump({
+print(json.dumps({
     "version": tinker.__version__,
     "fields": {name: fields(getattr(types, name)) for name in CLASSES},
     "literals": {name: list(get_args(getattr(types, name))) for name in LITERALS},
@@ -451,30 +487,66 @@ json.dump({
         hasattr(kind, "model_fields") or dataclasses.is_dataclass(kind))],
     "aliases": [name for name in ALIASES if hasattr(types, name)],
     "messages": {
-        name: [json.loads(m.model_dump_json()), json.loads(m.model_dump_json(exclude_none=True)),
-               json.loads(json.dumps(m.model_dump(), default=str))]
+        name: [*dumps(m), json.loads(json.dumps(m.model_dump(), default=str))]
         for name, m in messages(*given).items()
     },
     "passes": {
-        name: forward_backward_request_to_proto(r).SerializeToString(deterministic=True).hex()
-        for name, r in passes(*given).items()
+        name: proto(request)
+        for name, request in passes(*given).items()
+    },
+    "schemas": {
+        kind.__name__: kind.model_json_schema()
+        for kind in (getattr(types, name) for name in CLASSES) if hasattr(kind, "model_fields")
     },
     "readings": readings(*given),
     "refusals": {name: refused(call) for name, call in refusals(*given).items()},
-}, sys.stdout)
+}), flush=True)
+for line in sys.stdin:
+    name, value = json.loads(line)
+    try:
+        if name == "pass":
+            answer = proto(made_pass(*given, value))
+        else:
+            answer = dumps(getattr(types, name).model_validate(value))
+    except Exception as error:
+        answer = {"refused": type(error).__name__}
+    print(json.dumps(answer), flush=True)
 """
+Ask = Callable[[str, Any], Any]
 
 
 @pytest.fixture(scope="module")
-def official() -> dict[str, Any]:
-    """What the official package makes of it all."""
+def worker() -> Iterator[subprocess.Popen[str]]:
+    """The official package in a process of its own: it says what it makes of the values above, then answers."""
     code = "from __future__ import annotations\nfrom typing import Any\n"
-    code += "".join(inspect.getsource(function) + "\n" for function in (messages, passes, readings, refusals))
+    shared = (messages, passes, readings, refusals, made_pass)
+    code += "".join(inspect.getsource(function) + "\n" for function in shared)
     code += f"CLASSES, LITERALS, ALIASES = {CLASSES!r}, {LITERALS!r}, {ALIASES!r}\n{REPORT}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def official(worker: subprocess.Popen[str]) -> dict[str, Any]:
+    """What the official package makes of it all."""
+    assert worker.stdout is not None
+    report: dict[str, Any] = json.loads(worker.stdout.readline())
     return report
+
+
+@pytest.fixture(scope="module")
+def ask(worker: subprocess.Popen[str], official: dict[str, Any]) -> Ask:
+    """What the official package makes of one value: its JSON with and without nulls, or its protobuf."""
+
+    def question(name: str, value: Any) -> Any:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        worker.stdin.write(json.dumps([name, value]) + "\n")
+        worker.stdin.flush()
+        return json.loads(worker.stdout.readline())
+
+    return question
 
 
 def fields(kind: type[Any]) -> dict[str, list[Any]]:
@@ -571,3 +643,186 @@ def test_what_is_refused_is_refused_by_both(official: dict[str, Any], name: str)
     assert official["refusals"][name] is not None
     with pytest.raises((ValueError, TypeError, AttributeError)):
         refusals(types, np, torch)[name]()
+
+
+# ── values that are drawn ────────────────────────────────────────────────────────────────────────────────────────────
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=5)
+WHOLE = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 9)
+REAL = st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9)
+TIMES = st.sampled_from(["2026-07-13T00:00:00Z", "2026-01-02T03:04:05.678000Z", "2025-12-31T23:59:59.000001+02:00"])
+JSON = st.recursive(st.none() | st.booleans() | st.integers(0, 99) | TEXT, lambda inner: st.lists(inner, max_size=2))
+IMAGES = st.sampled_from(["", "AAAA", "iVBORw0KGgo="])
+# What no schema says and a message always does, or what no server takes and ours refuse at once.
+MEANT: dict[tuple[str, str], st.SearchStrategy[Any]] = {
+    ("DmelChunk", "dmel"): IMAGES,
+    ("EncodedTextChunk", "tokens"): st.lists(st.integers(0, 2**31 - 1), max_size=3),
+    ("GenericEvent", "event"): st.just("GENERIC_EVENT"),
+    ("GetBillingUsageRequest", "ending_before"): st.just("2026-07-14T00:00:00Z"),
+    ("GetBillingUsageRequest", "starting_on"): st.just("2026-07-13T00:00:00Z"),
+    ("ImageChunk", "data"): IMAGES,
+    ("SamplingParams", "max_tokens"): st.none() | st.integers(0, 2**31),
+    ("SamplingParams", "temperature"): st.floats(0, 2),
+    ("SamplingParams", "top_k"): st.just(-1) | st.integers(1, 2**31),
+    ("SamplingParams", "top_p"): st.floats(0.125, 1),
+    ("SessionEndEvent", "event"): st.just("SESSION_END"),
+    ("SessionStartEvent", "event"): st.just("SESSION_START"),
+    ("UnhandledExceptionEvent", "event"): st.just("UNHANDLED_EXCEPTION"),
+}
+AS_GIVEN = {"TelemetrySendRequest"}
+"""Hands events on as they come, whatever they are: nothing is put in that was not given."""
+BEYOND = {field for name, fields in EXTRA_HERE.items() if name != "OptimStepRequest" for field in fields}
+
+
+def drawn(schema: Any, root: Any, owner: str = "", field: str = "") -> st.SearchStrategy[Any]:
+    """Values that a schema of the official package allows."""
+    if (owner, field) in MEANT:
+        return MEANT[owner, field]
+    if "$ref" in schema:
+        return drawn(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    for several in ("anyOf", "oneOf"):
+        if several in schema:
+            return st.one_of([drawn(one, root, owner, field) for one in schema[several]])
+    if "const" in schema or "enum" in schema:
+        return st.sampled_from(schema.get("enum") or [schema["const"]])
+    match schema.get("type"):
+        case "string":
+            return TIMES if schema.get("format") == "date-time" else TEXT
+        case "integer":
+            return st.integers(schema["minimum"], 99) if "minimum" in schema else WHOLE
+        case "number":
+            return st.floats(0, 0.875) if {"minimum", "exclusiveMinimum", "exclusiveMaximum"} & schema.keys() else REAL
+        case "boolean":
+            return st.booleans()
+        case "null":
+            return st.none()
+        case "array":
+            return st.lists(drawn(schema["items"], root), max_size=2) if "items" in schema else JSON.map(lambda x: [x])
+        case "object":
+            fields = {
+                key: drawn(one, root, schema.get("title", ""), key) for key, one in schema.get("properties", {}).items()
+            }
+            tags = {key for key, one in schema.get("properties", {}).items() if "const" in one}
+            needed = {*schema.get("required", ()), *tags}  # by its tag one is told from another
+            if not fields:
+                rest = schema.get("additionalProperties", True)
+                return st.dictionaries(TEXT, JSON if rest is True else drawn(rest, root), max_size=2)
+            return st.fixed_dictionaries(
+                {key: one for key, one in fields.items() if key in needed},
+                optional={key: one for key, one in fields.items() if key not in needed},
+            )
+    return JSON
+
+
+@pytest.fixture(scope="module")
+def kinds(official: dict[str, Any]) -> dict[str, st.SearchStrategy[Any]]:
+    """Values of each official type that has a JSON form."""
+    schemas = {name: schema for name, schema in official["schemas"].items() if name not in AS_GIVEN}
+    return {name: drawn(schemas[name], schemas[name]) for name in sorted(schemas)}
+
+
+def check_json(kinds: dict[str, st.SearchStrategy[Any]], ask: Ask, data: st.DataObject) -> None:
+    """What the official package takes for one of its types is taken by ours, and says the same again."""
+    name = data.draw(st.sampled_from(list(kinds)))
+    value = data.draw(kinds[name])
+    answer = ask(name, value)
+    if isinstance(answer, dict):  # the schema does not say all that is refused
+        return
+    full, sent = answer
+    kind: Any = getattr(types, name)
+    for ours in (kind.model_validate(value), kind.model_validate_json(json.dumps(value)), kind.model_validate(full)):
+        assert fitted(json.loads(ours.model_dump_json()), full) == full
+        assert fitted(json.loads(ours.model_dump_json(exclude_none=True)), sent) == sent
+
+
+def fitted(ours: Any, theirs: Any) -> Any:
+    """Less what only ours have."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        kept = {key: one for key, one in ours.items() if key in theirs or key not in BEYOND}
+        return {key: fitted(one, theirs.get(key)) for key, one in kept.items()}
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        return [fitted(one, other) for one, other in zip(ours, theirs, strict=True)]
+    return ours
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Any:
+    """Passes of all kinds, as plain values."""
+    names = st.sampled_from(["target_tokens", "weights", "logprobs", "advantages", "mask"])
+    tokens = st.lists(st.integers(0, 2**31 - 1), max_size=4)
+    media = st.lists(st.integers(0, 255), max_size=4)
+    chunk = st.tuples(st.just("text"), tokens) | st.tuples(st.sampled_from(["dmel", "png", "jpeg"]), media)
+    floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+    @st.composite
+    def tensors(draw: st.DrawFn) -> Any:
+        rows, columns = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+        shape = draw(st.sampled_from([[rows * columns], [rows, columns]]))
+        form = draw(st.sampled_from(["int64", "float32", "torch"]))
+        cell = st.just(0) | (st.integers(-(2**40), 2**40) if form == "int64" else floats)
+        return form, shape, draw(st.lists(cell, min_size=rows * columns, max_size=rows * columns))
+
+    plain = st.tuples(st.just("list"), st.none(), st.lists(floats, min_size=1, max_size=4))
+    inputs = st.dictionaries(names, tensors(), max_size=3)
+    weights = st.dictionaries(st.just("weights"), plain, max_size=1)
+    datum = st.fixed_dictionaries({"chunks": st.lists(chunk, max_size=3), "inputs": inputs | weights})
+    return {
+        "data": draw(st.lists(datum, max_size=3)),
+        "loss_fn": draw(st.sampled_from(get_args(types.LossFnType))),
+        "config": draw(st.none() | st.dictionaries(TEXT, REAL | TEXT, max_size=2)),
+        "model": draw(TEXT),
+        "seq": draw(st.none() | st.integers(0, 2**31)),
+    }
+
+
+def check_protobuf(ask: Ask, recipe: Any) -> None:
+    """The same pass is the same bytes, and is the same again when it has been read."""
+    answer = ask("pass", recipe)
+    if isinstance(answer, dict):
+        with pytest.raises((ValueError, TypeError, OverflowError)):
+            codec.encode(made_pass(types, np, torch, recipe))
+        return
+    body = codec.encode(made_pass(types, np, torch, recipe))
+    assert body.data.hex() == answer
+    assert codec.encode(codec.decode(types.ForwardBackwardRequest, body.data, body.content_type)).data == body.data
+
+
+SHARED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+QUICK = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=SHARED,
+)
+
+
+@settings(QUICK)
+@given(data=st.data())
+def test_what_the_official_types_take_ours_take_and_say_again(
+    kinds: dict[str, st.SearchStrategy[Any]], ask: Ask, data: st.DataObject
+) -> None:
+    check_json(kinds, ask, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None, suppress_health_check=SHARED)
+@given(data=st.data())
+def test_what_the_official_types_take_ours_take_and_say_again_at_length(
+    kinds: dict[str, st.SearchStrategy[Any]], ask: Ask, data: st.DataObject
+) -> None:
+    check_json(kinds, ask, data)
+
+
+@settings(QUICK)
+@given(recipe=recipes())
+def test_the_same_pass_is_the_same_bytes(ask: Ask, recipe: Any) -> None:
+    check_protobuf(ask, recipe)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None, suppress_health_check=SHARED)
+@given(recipe=recipes())
+def test_the_same_pass_is_the_same_bytes_at_length(ask: Ask, recipe: Any) -> None:
+    check_protobuf(ask, recipe)

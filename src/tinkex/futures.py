@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
@@ -46,6 +46,7 @@ from tinkex.types.sessions import FutureRetrieveRequest, RequestErrorCategory
 from tinkex.types.training import ForwardBackwardOutput
 
 T = TypeVar("T")
+P = ParamSpec("P")
 logger = logging.getLogger("tinkex")
 
 POLL_TIMEOUT = 45.0
@@ -189,6 +190,20 @@ def users_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tinkex."):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def unlisted(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Let a coroutine function pass for a plain one that returns its coroutine: to be awaited as before.
+
+    For what the official clients do not have. Programs that trace those look over their coroutine functions, and the
+    cookbook will not go on when there is one that it does not know.
+    """
+
+    @functools.wraps(method)
+    def called(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
+        return method(*args, **kwargs)
+
+    return called
 
 
 def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:

@@ -26,7 +26,7 @@ from tinkex.errors import (
     RateLimitError,
     TinkerError,
 )
-from tinkex.futures import Future, QueueNotice, failure_of, read_result
+from tinkex.futures import Future, QueueNotice, failure_of, read_result, unlisted
 from tinkex.pollers import BatchPoller
 from tinkex.queue_states import Observer, QueueStateLogger, QueueStateTracker
 from tinkex.retries import RetryConfig, RetryHandler
@@ -132,6 +132,11 @@ class SamplingClient:
     def holder(self) -> Session:
         """The session behind this client; what it offers may change in any release."""
         return self._session
+
+    @property
+    def _sampling_session_id(self) -> str:
+        """The session's id, by the name under which programs look for it in the official client."""
+        return self.sampling_session_id
 
     @property
     def feature_gates(self) -> set[str]:
@@ -433,6 +438,7 @@ class SamplingClient:
         stream.begin(self._session.call(self._stream, stream, request, timeout))
         return stream
 
+    @unlisted
     async def sample_stream_async(
         self,
         prompt: ModelInput,
@@ -641,6 +647,7 @@ class SamplingClient:
         base_model = self.get_base_model() if sampler_fun is None else sampler_fun(self).base_model
         return get_or_load_tokenizer(get_tokenizer_id(base_model), backend=backend, load_fun=load_fun)
 
+    @unlisted
     async def get_tokenizer_async(self, *, backend: str | None = None, load_fun: LoadFunction | None = None) -> Any:
         """Like `get_tokenizer`."""
         tokenizer_id = get_tokenizer_id(await self.get_base_model_async())

@@ -17,7 +17,7 @@ import numpy as np
 from tinkex import loss_graphs, losses, protocol
 from tinkex.dialects import Receipt
 from tinkex.errors import APIConnectionError, APIResponseValidationError, RequestFailedError, TinkerError
-from tinkex.futures import Future, combine, start, users_level
+from tinkex.futures import Future, combine, start, unlisted, users_level
 from tinkex.limits import ByteBudget
 from tinkex.loss_graphs import LossHandle
 from tinkex.protocol import Operation
@@ -678,6 +678,7 @@ class TrainingClient:
         self._session.track(future)
         return future
 
+    @unlisted
     async def retrieve_async(
         self,
         request: UntypedAPIFuture | str,
@@ -997,6 +998,7 @@ class TrainingClient:
         """Let the server forget this run's live state, on servers that offer it; its checkpoints stay."""
         return self._outbox.put(self._unloading).result()
 
+    @unlisted
     async def unload_model_async(self) -> UnloadModelResponse:
         """Like `unload_model`."""
         return await self._outbox.put(self._unloading)
@@ -1083,6 +1085,7 @@ class TrainingClient:
         """This run's page in the hosted service's console."""
         return f"{CONSOLE}/training_runs/{quote(self.model_id, safe='')}"
 
+    @unlisted
     async def get_tokenizer_async(self, *, backend: str | None = None, load_fun: LoadFunction | None = None) -> Any:
         """Like `get_tokenizer`."""
         tokenizer_id = tokenizer_id_of(await self.get_info_async())
