@@ -121,7 +121,7 @@ def environment_page() -> str:
         "| `TINKEX_DATA_DIR` | where checkpoints and facts are kept |",
         "| `TINKEX_SERVER_API_KEY` | one key that the server takes, besides those of `tinkex key create` |",
         "| `TINKEX_HUB_CACHE` | `0`: do not put tokenizers into the Hugging Face cache |",
-        "| `TINKEX_COMPAT` | `1`: `import tinker` gives tinkex, where `python -m tinkex.compat --install-hook` was run |",
+        "| `TINKEX_COMPAT` | `1`: `import tinker` gives tinkex, where its start-up hook is installed |",
         "",
         "Of Hugging Face, read by tokenizers, model downloads and uploads: `HF_TOKEN` or `HUGGING_FACE_HUB_TOKEN`,",
         "`HF_HOME`, `HF_TOKEN_PATH`, `HF_HUB_OFFLINE`. A variable whose name begins with `OTEL_` switches on the",
