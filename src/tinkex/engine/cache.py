@@ -127,7 +127,7 @@ class Pool:
     def __init__(self, model: Decoder, count: int) -> None:
         config, like = model.config, model.embed_VD
         self.shape = (config.layers, 2, count + RESERVED, BLOCK, config.kv_heads, config.head_dim)
-        self.kv = _zeros(self.shape, like)
+        self.kv = zeros(self.shape, like)
         self.blocks = Blocks(count)
 
     def write(self, layer: int, places_T: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> None:
@@ -161,7 +161,7 @@ def block_bytes(model: Decoder) -> int:
     return config.layers * 2 * BLOCK * config.kv_heads * config.head_dim * model.embed_VD.element_size()
 
 
-def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+def zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Zeros which on a CPU take memory only where they are written."""
     if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.zeros(shape, dtype=str(like.dtype).removeprefix("torch.")))

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from tinkex.engine.attention import AttentionRule, attend, soft_cap, visible, widened
-from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for
+from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for, zeros
 from tinkex.engine.copies import to_device
 from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
 from tinkex.engine.row_adapters import Bank, Products, RowAdapters, padded, widest
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tinkex.types.tensors import Array
 
 SMALLEST_SLAB = 128
+FIRST_SLOTS = 32
+"""Room in a new slab. It takes memory where rows lie, so that more costs nothing; making room later means a copy."""
 CUDA_TILE = 512
 """Queries attended at once in prefill on a GPU; on a CPU a block of them, so that the bits do not depend on more."""
 LEAST_RANKS = 32
@@ -309,7 +311,7 @@ class SlabDecoding:
         layers, _, _, _, groups, channels = self._pool.shape
         slab = self._slabs.get(size)
         if slab is None:
-            slab = _Slab(self._pool.kv.new_zeros(layers, 2, 4, groups, size, channels), [])
+            slab = _Slab(zeros((layers, 2, FIRST_SLOTS, groups, size, channels), self._pool.kv), [])
             self._slabs[size] = slab
         elif len(slab.rows) == slab.kv.shape[2]:
             slab.kv = torch.cat([slab.kv, torch.zeros_like(slab.kv)], dim=2)
