@@ -115,12 +115,13 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peft", action="store_true")
+    parser.add_argument("--batch", type=int, default=8, help="sequences that peft takes at once")
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     data = mixed(given.tokens, given.longest, SHAPES[given.shape]["vocab_size"])
     total = sum(datum.model_input.length for datum in data)
     if given.peft:
-        seconds, memory = theirs(given.shape, given.device, given.rank, data, 8, given.rounds)
+        seconds, memory = theirs(given.shape, given.device, given.rank, data, given.batch, given.rounds)
         print(f"transformers + peft      {total / seconds:9.0f} tok/s   peak {memory:6.2f} GB", flush=True)
         return  # the peak of a process never goes down: one subject in each
     engine = random_engine(given.shape, given.device, micro_batch_tokens=given.budget)
