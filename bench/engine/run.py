@@ -37,7 +37,7 @@ def subject(title: str, program: str, *options: str) -> list[str]:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if "/s" in line and "site-packages" not in line or "whole stack" in line:
+            if ("/s" in line and "site-packages" not in line) or "whole stack" in line:
                 print("  ", line.rstrip(), flush=True)
             lines.append(line)
     if process.returncode:
