@@ -34,6 +34,10 @@ OTHERS = {
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s#]*)(#[^()\s]*)?\)")
 FENCE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 
+BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+LONGEST = 160
+"""Characters that the description of a page may have, if its first sentence is not longer."""
+
 
 # ── pages made of the code ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -53,7 +57,12 @@ def commands(command: click.Command | None = None, path: tuple[str, ...] = ("tin
 
 def commands_page() -> str:
     """The command line, from the commands' own help."""
-    lines = ["# Command line", "", "Made of the commands' own help: `tinkex COMMAND --help` says the same.", ""]
+    lines = [
+        "# Command line",
+        "",
+        "Every command with its options, made of the commands' own help: `tinkex COMMAND --help` says the same.",
+        "",
+    ]
     for name, command in commands():
         context = click.Context(command, info_name=name)
         lines += [f"## {name}", "", "```text", command.get_usage(context).removeprefix("Usage: "), "```", ""]
@@ -82,9 +91,9 @@ def endpoints_page() -> str:
     lines = [
         "# Endpoints",
         "",
-        "Made of `tinkex.protocol.OPERATIONS`, the table that the client calls and the server routes. Paths begin with",
-        f"`{PREFIX}/`. Where there is a result, the answer is a receipt, and the result is fetched with",
-        "`retrieve_future`. What is in a request or an answer: [types](types.md); how it goes together:",
+        "Every HTTP endpoint, made of `tinkex.protocol.OPERATIONS`, the table that the client calls and the server",
+        f"routes. Paths begin with `{PREFIX}/`. Where there is a result, the answer is a receipt, and the result is",
+        "fetched with `retrieve_future`. What is in a request or an answer: [types](types.md); how it goes together:",
         "[wire protocol](../wire-protocol.md). A server describes itself at `/openapi.json`.",
         "",
         "| operation | method and path | request | answer | result |",
@@ -105,7 +114,8 @@ def environment_page() -> str:
     lines = [
         "# Environment variables",
         "",
-        "Blank means unset. An argument wins over `tinkex.configure()`, which wins over the environment.",
+        "Every variable that tinkex reads. Blank means unset. An argument wins over `tinkex.configure()`, which wins",
+        "over the environment.",
         "",
         "| variable | setting of [`Config`][tinkex.Config] |",
         "|---|---|",
@@ -194,6 +204,26 @@ def title(page: Path) -> str:
     return re.sub(r"[`*]", "", found[1]) if found else page.stem
 
 
+def described(text: str) -> str:
+    """A page with its title and its first sentences as facts about it, for browsers and search engines."""
+    text = re.sub(r"\A---\n.*?^---\n+", "", text, flags=re.DOTALL | re.MULTILINE)  # what a model card tells the hub
+    heading, _, rest = text.partition("\n")
+    paragraphs = BLOCK.sub("", rest).split("\n\n")
+    first = next((part for part in paragraphs if re.match(r"\s*[\w`*\[]", part)), "")
+    about = ""
+    for sentence in re.split(r"(?<=[.:;]) ", " ".join(_words(first).split())):
+        if about and len(about) + len(sentence) > LONGEST:
+            break
+        about = f"{about} {sentence}".strip()
+    facts = {"title": _words(heading).strip("# "), "description": about.rstrip(":;")}
+    return "---\n" + "".join(f"{key}: {json.dumps(fact)}\n" for key, fact in facts.items()) + f"---\n\n{text}"
+
+
+def _words(text: str) -> str:
+    """Markdown without its marks: links are what they show."""
+    return re.sub(r"[`*]", "", re.sub(r"\[([^\]]*)\]\[[^\]]*\]", r"\1", LINK.sub(r"\2", text)))
+
+
 def listed(nav: Any) -> Iterator[str]:
     """The pages and patterns of a navigation."""
     if isinstance(nav, str):
@@ -230,9 +260,10 @@ def stage() -> Path:
     for name, source in kept.items():
         place = STAGE / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(relinked(source.read_text(encoding="utf-8"), name, source), encoding="utf-8")
+        place.write_text(described(relinked(source.read_text(encoding="utf-8"), name, source)), encoding="utf-8")
     for name, make in MADE.items():
-        (STAGE / name).write_text(make(), encoding="utf-8")
+        (STAGE / name).write_text(described(make()), encoding="utf-8")
+    shutil.copytree(ROOT / "docs" / "assets", STAGE / "assets")
     text = (ROOT / "zensical.toml").read_text(encoding="utf-8")
     nav = tomllib.loads(text)["project"]["nav"]
     missing = [name for name in listed(nav) if "*" not in name and name not in kept]
