@@ -273,7 +273,7 @@ def stage() -> Path:
         r"^nav = \[\n.*?^\]\n", lambda _: f"nav = {navigation(nav, kept)}\n", text, flags=re.DOTALL | re.MULTILINE
     )
     text = text.replace('["src"]', json.dumps([str(ROOT / "src")]))
-    text = text.replace('["tools/examples.py"]', json.dumps([str(ROOT / "tools" / "examples.py")]))
+    text = text.replace('["tools/reference.py"]', json.dumps([str(ROOT / "tools" / "reference.py")]))
     config = STAGE.parent / "zensical.toml"
     config.write_text(text, encoding="utf-8")
     return config
