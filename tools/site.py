@@ -7,6 +7,7 @@ strict mode: a link, an anchor or a name that leads nowhere ends the build.
 from __future__ import annotations
 
 import argparse
+import ast
 import html
 import inspect
 import json
@@ -28,6 +29,7 @@ OTHERS = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "README.md": "index.md",
+    "examples/showcase/README.md": "showcase.md",
     "src/tinkex/models/tiny/README.md": "tiny.md",
 }
 """Pages that are not kept in docs/, and what they are called on the site; the README leads to the site's first page."""
@@ -140,7 +142,22 @@ def environment_page() -> str:
     return "\n".join(lines)
 
 
+def examples_page() -> str:
+    """The programs in examples/ by what each says of itself; those of the showcase in full."""
+    source = ROOT / "docs" / "examples.md"
+    lines = [relinked(source.read_text(encoding="utf-8"), source.name, source), "## The short ones", ""]
+    lines += ["| program in `examples/` | |", "|---|---|"]
+    for program in sorted((ROOT / "examples").glob("*.py")):
+        about = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or ""
+        lines.append(f"| `{program.name}` | {_cell(about.partition('.')[0])} |")
+    for program in sorted((ROOT / "examples" / "showcase").glob("*.py")):
+        text = program.read_text(encoding="utf-8")
+        lines += ["", f"## showcase/{program.name}", "", "```python", text.strip(), "```"]
+    return "\n".join([*lines, ""])
+
+
 MADE = {
+    "examples.md": examples_page,
     "reference/commands.md": commands_page,
     "reference/endpoints.md": endpoints_page,
     "reference/environment.md": environment_page,
