@@ -1,13 +1,12 @@
 """For the documentation site: how the reference shows the code.
 
-A docstring's `Example:` is shown as code, as `Examples:` is. A record or dataclass has a signature of its fields; an
-attribute that is in the signature and has no words of its own is not shown again below it. Constants that nobody
-describes are left out.
+A docstring's `Example:` is shown as code, as `Examples:` is. A record has a signature of its fields, as a dataclass
+has. An attribute without words of its own is not shown when the signature or a base class tells of it, nor is a
+constant that nobody describes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import re
@@ -26,13 +25,18 @@ class Shown(griffe.Extension):  # type: ignore[misc]
         if obj.docstring is not None:
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
 
-    def on_package(self, *, pkg: Any, **_: Any) -> None:
+    def on_package(self, *, pkg: Any, loader: Any, **_: Any) -> None:
         """Make signatures of fields; take away what says nothing."""
+        griffe.DataclassesExtension().on_package(pkg=pkg, loader=loader)  # before fields are taken away
         for place in [pkg, *_inside(pkg)]:
-            fields = _fields(place) if place.is_class else {}
-            if fields:
-                place.set_member("__init__", _initializer(place, fields))
-            told = {parameter.name for parameter in place.parameters} if place.is_class else set()
+            told = {"logger"}
+            if place.is_class:
+                if fields := _fields(place):
+                    place.set_member("__init__", _initializer(place, fields))
+                for private in [parameter.name for parameter in place.parameters if parameter.name.startswith("_")]:
+                    del place.members["__init__"].parameters[private]
+                told |= {parameter.name for parameter in place.parameters}
+                told |= {name for base in place.mro() for name, member in base.members.items() if member.docstring}
             for member in list(place.members.values()):
                 is_bare = not member.is_alias and member.is_attribute and member.docstring is None
                 if is_bare and (member.name in told or member.name.isupper()):
@@ -48,16 +52,16 @@ def _inside(place: Any) -> Iterator[Any]:
 
 
 def _fields(cls: Any) -> Mapping[str, inspect.Parameter]:
-    """What the constructor of a record or dataclass takes; nothing of other classes, or where it is written out."""
+    """What the constructor of a record takes; nothing of other classes, or where it is written out."""
     if "__init__" in cls.members:
         return {}
     try:
         kind = getattr(importlib.import_module(cls.module.path), cls.name, None)
     except ImportError:  # torch is not there
         return {}
-    if not isinstance(kind, type) or not (dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
+    if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
         return {}
-    return {name: field for name, field in inspect.signature(kind).parameters.items() if not name.startswith("_")}
+    return inspect.signature(kind).parameters
 
 
 def _initializer(cls: Any, fields: Mapping[str, inspect.Parameter]) -> Any:

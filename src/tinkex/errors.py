@@ -52,8 +52,11 @@ class TinkerError(Exception):
     request: Any = None
     """What was sent, as a `Request`, or as what a program put there."""
     response: Any = None
+    """The answer, as a `Response`, or as what a program put there."""
     request_id: str | None = None
+    """The id of the operation, or of the request, that failed."""
     attempts: int = 1
+    """How often it was tried."""
     retry_after: float | None = None
     """Seconds the server asks to wait."""
     should_retry: bool | None = None
