@@ -50,6 +50,15 @@ def test_every_page_is_in_the_navigation_once_and_every_entry_is_a_page() -> Non
     assert not missing
 
 
+def test_no_list_of_the_navigation_is_longer_than_a_glance() -> None:
+    lists = [CONFIG["nav"]]
+    for entries in lists:
+        assert len(entries) <= 12, entries
+        inner = [value for entry in entries if isinstance(entry, dict) for value in entry.values()]
+        lists += [value for value in inner if isinstance(value, list)]
+    assert len(lists) > 10
+
+
 def test_a_pattern_in_the_navigation_stands_for_pages_by_title(tmp_path: Path) -> None:
     for name, heading in (("b.md", "# Apples\n"), ("a.md", "# `Zebras` at home\n"), ("c.md", "# Listed\n")):
         (tmp_path / name).write_text(heading, encoding="utf-8")
