@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 import tinkex
 from support import MODEL, Keyed, Wire, sample_json
@@ -130,7 +131,7 @@ def test_a_shell_is_told_how_to_complete(shell: str) -> None:
 
 
 def test_commands_and_options_are_completed() -> None:
-    words = {"_TINKEX_COMPLETE": "bash_complete", "COMP_WORDS": "tinkex ch", "COMP_CWORD": "1"}
+    words = {"_TINKEX_COMPLETE": "bash_complete", "COMP_WORDS": "tinkex che", "COMP_CWORD": "1"}
     assert tool(**words).stdout.splitlines() == ["plain,checkpoint"]
     words |= {"COMP_WORDS": "tinkex checkpoint set", "COMP_CWORD": "2"}
     assert tool(**words).stdout.splitlines() == ["plain,set-ttl"]
@@ -141,7 +142,17 @@ def test_commands_and_options_are_completed() -> None:
 def test_the_help_of_serve() -> None:
     shown = tool("serve", "--help")
     assert shown.returncode == 0
-    for word in ("--host", "--port", "--data-dir", "--model", "NAME[=DIR]", "--tokens", "--log-format"):
+    for word in (
+        "--host",
+        "--port",
+        "--data-dir",
+        "--model",
+        "NAME[=DIR]",
+        "--device",
+        "--dtype",
+        "--tokens",
+        "--log-format",
+    ):
         assert word in shown.stdout
     for limit in dataclasses.fields(Limits):
         assert f"--{limit.name.replace('_', '-')} " in shown.stdout
@@ -167,9 +178,10 @@ def stopped(process: subprocess.Popen[str], number: signal.Signals) -> None:
 
 
 def test_a_server_says_it_is_ready_serves_and_stops(serve: Serve, tmp_path: Path) -> None:
-    process = serve()
+    process = serve("--device", "cpu")
     line, url = ready(process)
     assert MODEL in line
+    assert "device: cpu" in line
     assert "open, no key needed" in line
     assert str(tmp_path / "data") in line
     wire = Wire(url)
@@ -341,6 +353,38 @@ def test_a_data_directory_that_cannot_be_used_is_one_error(
     (tmp_path / "file").touch()
     given = ["--data-dir", str(tmp_path / "file"), "--model", f"{MODEL}={model_dir}"]
     assert str(tmp_path / "file") in inside("serve", "--port", "0", *given)
+
+
+def test_a_gpu_that_is_not_there_is_one_error(inside: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    error = inside("serve", "--port", "0", "--device", "cuda")
+    assert "there is no GPU here that PyTorch can use" in error
+    assert "hint: see what `tinkex doctor` finds" in error
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "arguments", "made"),
+    [
+        (False, (), ("cpu", None)),
+        (True, (), ("cuda", None)),
+        (True, ("--device", "cpu"), ("cpu", None)),
+        (True, ("--device", "cuda", "--dtype", "float32"), ("cuda", torch.float32)),
+        (False, ("--device", "cpu", "--dtype", "bfloat16"), ("cpu", torch.bfloat16)),
+    ],
+)
+def test_the_engine_computes_where_the_options_say(
+    inside: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    has_gpu: bool,
+    arguments: tuple[str, ...],
+    made: tuple[str, torch.dtype | None],
+) -> None:
+    def note(models: object, *, device: str, dtype: torch.dtype | None) -> None:
+        raise tinkex.ConfigurationError(f"asked for {(device, dtype)}")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr("tinkex.engine.torch_engine.TorchEngine", note)
+    assert f"asked for {made}" in inside("serve", "--port", "0", *arguments)
 
 
 def test_errors_of_ours_come_with_their_hint(inside: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

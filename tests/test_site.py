@@ -50,6 +50,15 @@ def test_every_page_is_in_the_navigation_once_and_every_entry_is_a_page() -> Non
     assert not missing
 
 
+def test_no_list_of_the_navigation_is_longer_than_a_glance() -> None:
+    lists = [CONFIG["nav"]]
+    for entries in lists:
+        assert len(entries) <= 12, entries
+        inner = [value for entry in entries if isinstance(entry, dict) for value in entry.values()]
+        lists += [value for value in inner if isinstance(value, list)]
+    assert len(lists) > 10
+
+
 def test_a_pattern_in_the_navigation_stands_for_pages_by_title(tmp_path: Path) -> None:
     for name, heading in (("b.md", "# Apples\n"), ("a.md", "# `Zebras` at home\n"), ("c.md", "# Listed\n")):
         (tmp_path / name).write_text(heading, encoding="utf-8")
@@ -80,6 +89,20 @@ def test_links_are_made_for_the_place_that_a_page_has_on_the_site() -> None:
         "[a](../../CONTRIBUTING.md) [b](../reference/commands.md)", "guides/x.md", DOCS / "guides/x.md"
     )
     assert inner == "[a](../contributing.md) [b](../reference/commands.md)"
+
+
+def test_a_page_has_its_heading_and_first_sentences_as_title_and_description() -> None:
+    text = (
+        "---\nlicense: mit\n---\n\n# The `one` page\n\n```sh\nrun\n```\n\n| a |\n|---|\n\n"
+        "[Names][a.b] lead *here*, see\n[there](x.md#y). " + "More words. " * 20
+    )
+    made = site.described(text)
+    assert made.startswith('---\ntitle: "The one page"\ndescription: "Names lead here, see there. More words. More')
+    assert made.endswith(f"---\n\n{text.partition(chr(10) * 2)[2]}")
+    description = made.splitlines()[2]
+    assert description.endswith('words."')
+    assert site.LONGEST - 20 < len(description) < site.LONGEST + 20
+    assert "license" not in made
 
 
 # ── what is made of the code, and what quotes it ─────────────────────────────────────────────────────────────────────
@@ -209,4 +232,12 @@ def test_the_site_is_built_without_a_warning() -> None:
     pages = list((ROOT / "site").rglob("*.html"))
     assert len(pages) > 30
     remote = re.compile(r"<(?:script|link|img)[^>]+(?:src|href)=[\"']?https?:")
-    assert not [page for page in pages if remote.search(page.read_text(encoding="utf-8"))]
+    texts = {page.relative_to(ROOT / "site").as_posix(): page.read_text(encoding="utf-8") for page in pages}
+    assert not [name for name, text in texts.items() if remote.search(text)]
+    titles = [re.findall(r"<title>(.*?)</title>", text) for text in texts.values()]
+    assert len({title[0] for title in titles}) == len(pages)
+    assert all('<meta name="description" content="' in text for text in texts.values())
+    assert (ROOT / "site" / "assets" / "favicon.svg").exists()
+    shown = re.sub(r"<[^>]+>", "", texts["reference/types.html"])
+    assert "AdamParams(\n    *,\n    learning_rate: float = 0.0001,\n" in shown
+    assert "SENT_AS_NULL" not in shown

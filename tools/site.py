@@ -7,6 +7,7 @@ strict mode: a link, an anchor or a name that leads nowhere ends the build.
 from __future__ import annotations
 
 import argparse
+import ast
 import html
 import inspect
 import json
@@ -28,11 +29,16 @@ OTHERS = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "README.md": "index.md",
+    "examples/showcase/README.md": "showcase.md",
     "src/tinkex/models/tiny/README.md": "tiny.md",
 }
 """Pages that are not kept in docs/, and what they are called on the site; the README leads to the site's first page."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s#]*)(#[^()\s]*)?\)")
 FENCE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
+
+BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+LONGEST = 160
+"""Characters that the description of a page may have, if its first sentence is not longer."""
 
 
 # ── pages made of the code ───────────────────────────────────────────────────────────────────────────────────────────
@@ -53,7 +59,12 @@ def commands(command: click.Command | None = None, path: tuple[str, ...] = ("tin
 
 def commands_page() -> str:
     """The command line, from the commands' own help."""
-    lines = ["# Command line", "", "Made of the commands' own help: `tinkex COMMAND --help` says the same.", ""]
+    lines = [
+        "# Command line",
+        "",
+        "Every command with its options, made of the commands' own help: `tinkex COMMAND --help` says the same.",
+        "",
+    ]
     for name, command in commands():
         context = click.Context(command, info_name=name)
         lines += [f"## {name}", "", "```text", command.get_usage(context).removeprefix("Usage: "), "```", ""]
@@ -82,9 +93,9 @@ def endpoints_page() -> str:
     lines = [
         "# Endpoints",
         "",
-        "Made of `tinkex.protocol.OPERATIONS`, the table that the client calls and the server routes. Paths begin with",
-        f"`{PREFIX}/`. Where there is a result, the answer is a receipt, and the result is fetched with",
-        "`retrieve_future`. What is in a request or an answer: [types](types.md); how it goes together:",
+        "Every HTTP endpoint, made of `tinkex.protocol.OPERATIONS`, the table that the client calls and the server",
+        f"routes. Paths begin with `{PREFIX}/`. Where there is a result, the answer is a receipt, and the result is",
+        "fetched with `retrieve_future`. What is in a request or an answer: [types](types.md); how it goes together:",
         "[wire protocol](../wire-protocol.md). A server describes itself at `/openapi.json`.",
         "",
         "| operation | method and path | request | answer | result |",
@@ -105,7 +116,8 @@ def environment_page() -> str:
     lines = [
         "# Environment variables",
         "",
-        "Blank means unset. An argument wins over `tinkex.configure()`, which wins over the environment.",
+        "Every variable that tinkex reads. Blank means unset. An argument wins over `tinkex.configure()`, which wins",
+        "over the environment.",
         "",
         "| variable | setting of [`Config`][tinkex.Config] |",
         "|---|---|",
@@ -131,7 +143,22 @@ def environment_page() -> str:
     return "\n".join(lines)
 
 
+def examples_page() -> str:
+    """The programs in examples/ by what each says of itself; those of the showcase in full."""
+    source = ROOT / "docs" / "examples.md"
+    lines = [relinked(source.read_text(encoding="utf-8"), source.name, source), "## The short ones", ""]
+    lines += ["| program in `examples/` | |", "|---|---|"]
+    for program in sorted((ROOT / "examples").glob("*.py")):
+        about = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or ""
+        lines.append(f"| `{program.name}` | {_cell(about.partition('.')[0])} |")
+    for program in sorted((ROOT / "examples" / "showcase").glob("*.py")):
+        text = program.read_text(encoding="utf-8")
+        lines += ["", f"## showcase/{program.name}", "", "```python", text.strip(), "```"]
+    return "\n".join([*lines, ""])
+
+
 MADE = {
+    "examples.md": examples_page,
     "reference/commands.md": commands_page,
     "reference/endpoints.md": endpoints_page,
     "reference/environment.md": environment_page,
@@ -195,6 +222,26 @@ def title(page: Path) -> str:
     return re.sub(r"[`*]", "", found[1]) if found else page.stem
 
 
+def described(text: str) -> str:
+    """A page with its title and its first sentences as facts about it, for browsers and search engines."""
+    text = re.sub(r"\A---\n.*?^---\n+", "", text, flags=re.DOTALL | re.MULTILINE)  # what a model card tells the hub
+    heading, _, rest = text.partition("\n")
+    paragraphs = BLOCK.sub("", rest).split("\n\n")
+    first = next((part for part in paragraphs if re.match(r"\s*[\w`*\[]", part)), "")
+    about = ""
+    for sentence in re.split(r"(?<=[.:;]) ", " ".join(_words(first).split())):
+        if about and len(about) + len(sentence) > LONGEST:
+            break
+        about = f"{about} {sentence}".strip()
+    facts = {"title": _words(heading).strip("# "), "description": about.rstrip(":;")}
+    return "---\n" + "".join(f"{key}: {json.dumps(fact)}\n" for key, fact in facts.items()) + f"---\n\n{text}"
+
+
+def _words(text: str) -> str:
+    """Markdown without its marks: links are what they show."""
+    return re.sub(r"[`*]", "", re.sub(r"\[([^\]]*)\]\[[^\]]*\]", r"\1", LINK.sub(r"\2", text)))
+
+
 def listed(nav: Any) -> Iterator[str]:
     """The pages and patterns of a navigation."""
     if isinstance(nav, str):
@@ -231,9 +278,10 @@ def stage() -> Path:
     for name, source in kept.items():
         place = STAGE / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(relinked(source.read_text(encoding="utf-8"), name, source), encoding="utf-8")
+        place.write_text(described(relinked(source.read_text(encoding="utf-8"), name, source)), encoding="utf-8")
     for name, make in MADE.items():
-        (STAGE / name).write_text(make(), encoding="utf-8")
+        (STAGE / name).write_text(described(make()), encoding="utf-8")
+    shutil.copytree(ROOT / "docs" / "assets", STAGE / "assets")
     text = (ROOT / "zensical.toml").read_text(encoding="utf-8")
     nav = tomllib.loads(text)["project"]["nav"]
     missing = [name for name in listed(nav) if "*" not in name and name not in kept]
@@ -243,7 +291,7 @@ def stage() -> Path:
         r"^nav = \[\n.*?^\]\n", lambda _: f"nav = {navigation(nav, kept)}\n", text, flags=re.DOTALL | re.MULTILINE
     )
     text = text.replace('["src"]', json.dumps([str(ROOT / "src")]))
-    text = text.replace('["tools/examples.py"]', json.dumps([str(ROOT / "tools" / "examples.py")]))
+    text = text.replace('["tools/reference.py"]', json.dumps([str(ROOT / "tools" / "reference.py")]))
     config = STAGE.parent / "zensical.toml"
     config.write_text(text, encoding="utf-8")
     return config

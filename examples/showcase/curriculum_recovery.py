@@ -55,7 +55,7 @@ class Server:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [sys.executable, "-c", "from tinkex.cli.main import main; main()", "serve", "--no-hub-cache"]
-        self._command += ["--port", str(self.port), "--data-dir", str(data_dir)]
+        self._command += ["--device", "cpu", "--port", str(self.port), "--data-dir", str(data_dir)]
         self.start()
 
     def start(self) -> None:

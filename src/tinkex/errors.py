@@ -1,17 +1,18 @@
 """The error tree.
 
     TinkerError                        anything tinkex raises on purpose
-    ├── ConfigurationError             nothing was sent: settings are missing or contradict each other   (ValueError)
+    ├── ConfigurationError             settings are missing or contradict each other (a ValueError)
     ├── APIError                       something was sent
     │   ├── APIConnectionError         no answer
-    │   │   └── APITimeoutError        no answer in time                                                (TimeoutError)
+    │   │   └── APITimeoutError        no answer in time (a TimeoutError)
     │   ├── APIResponseValidationError an answer that is not what the protocol says
     │   └── APIStatusError             an answer that says no
-    │       ├── BadRequestError 400 · AuthenticationError 401 · BillingError 402 · PermissionDeniedError 403
-    │       ├── NotFoundError 404 · ConflictError 409 · GoneError 410 · UnprocessableEntityError 422
-    │       └── RateLimitError 429 · InternalServerError >= 500
-    └── RequestFailedError             the operation was accepted and then failed; `category` says whose fault it is
-    ExperimentalWarning                a warning: what was called may change or go without notice    (FutureWarning)
+    │       ├── BadRequestError 400 · AuthenticationError 401 · BillingError 402
+    │       ├── PermissionDeniedError 403 · NotFoundError 404 · ConflictError 409
+    │       ├── GoneError 410 · UnprocessableEntityError 422 · RateLimitError 429
+    │       └── InternalServerError >= 500
+    └── RequestFailedError             it was accepted and then failed; `category` says whose fault it is
+    ExperimentalWarning                what was called may change or go (a FutureWarning)
 
 Every error says what is known of it as attributes, which are None where nothing is known and survive pickling:
 `message`, `hint`, `type`, `status`, `category`, `body` (`data` when it is a mapping), `request`, `response`,
@@ -51,8 +52,11 @@ class TinkerError(Exception):
     request: Any = None
     """What was sent, as a `Request`, or as what a program put there."""
     response: Any = None
+    """The answer, as a `Response`, or as what a program put there."""
     request_id: str | None = None
+    """The id of the operation, or of the request, that failed."""
     attempts: int = 1
+    """How often it was tried."""
     retry_after: float | None = None
     """Seconds the server asks to wait."""
     should_retry: bool | None = None

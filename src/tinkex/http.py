@@ -61,8 +61,11 @@ class RequestOptions(TypedDict, total=False):
     """What a single request may ask for."""
 
     headers: Mapping[str, str]
+    """Extra headers; they win over the configured ones."""
     max_retries: int
+    """How often the request is sent again after a failure that may pass."""
     timeout: float | Timeout
+    """Seconds that one attempt may take."""
     params: Mapping[str, Any]
     """The query; it wins over that of the path, which wins over the configured one."""
     extra_json: Mapping[str, Any]

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import unquote
 
 from tinkex.config import LOCAL
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tinkex.engine import Engine
 
 DEFAULT_MODEL = "tinkex/tiny"
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
 LOCAL_PACKAGES = ("torch", "safetensors", "starlette", "uvicorn", "tokenizers", "huggingface_hub")
 
 
@@ -82,25 +84,56 @@ def require_packages() -> None:
         )
 
 
-def make_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
-    """A torch engine over these models; each is loaded when first used.
+def pick_device(device: Device) -> Literal["cpu", "cuda"]:
+    """What `auto` stands for on this machine; whether there is what is asked for.
 
     Args:
-        models: Directories or hub ids by model name; the bundled model by default.
+        device: `auto` is the GPU where PyTorch can use one, else the CPU.
 
     Returns:
-        The engine.
+        The device.
 
     Raises:
-        ConfigurationError: The `local` extra is not installed.
+        ConfigurationError: The `local` extra is not installed, or there is no such device.
     """
     require_packages()
     from tinkex.engine.openmp import calm_openmp
 
     calm_openmp()  # takes effect best before torch is imported
+    import torch
+
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            "there is no GPU here that PyTorch can use", hint="see what `tinkex doctor` finds, or compute on the cpu"
+        )
+    return "cuda"
+
+
+def make_engine(
+    models: Mapping[str, str | Path] | None = None, device: Device = "cpu", dtype: Dtype | None = None
+) -> Engine:
+    """A torch engine over these models; each is loaded when first used.
+
+    Args:
+        models: Directories or hub ids by model name; the bundled model by default.
+        device: What computes; `auto` is the GPU where PyTorch can use one, else the CPU.
+        dtype: Of the base weights; float32 on a CPU and bfloat16 on a GPU by default.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ConfigurationError: The `local` extra is not installed, or there is no such device.
+    """
+    picked = pick_device(device)
+    import torch
+
     from tinkex.engine.torch_engine import TorchEngine
 
-    return TorchEngine(resolve_models(models))
+    kinds = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    return TorchEngine(resolve_models(models), device=picked, dtype=kinds[dtype])
 
 
 def publish_tokenizers(engine: Engine) -> None:

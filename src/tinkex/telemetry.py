@@ -904,6 +904,7 @@ class capture_exceptions(contextlib.ContextDecorator):
 
 
 with_telemetry = capture_exceptions
+"""Another name of `capture_exceptions`."""
 
 
 async def async_capture(

@@ -230,6 +230,7 @@ def encode(
 
 
 encode_text = encode
+"""Another name of `encode`."""
 
 
 def decode(

@@ -15,16 +15,17 @@ import socket
 import sqlite3
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
 from tinkex.config import LOOPBACK
-from tinkex.engine import EngineError
+from tinkex.engine import Engine, EngineError
 from tinkex.errors import ConfigurationError
-from tinkex.local import DEFAULT_MODEL, default_data_dir, make_engine, publish_tokenizers
+from tinkex.local import DEFAULT_MODEL, Device, Dtype, default_data_dir, make_engine, pick_device, publish_tokenizers
 from tinkex.otel import is_available
 from tinkex.server.accounts import has_keys
 from tinkex.server.metrics import JsonFormatter, access
@@ -77,6 +78,18 @@ def limit_options(command: F) -> F:
     help=f"A model to serve: a bundled name, a hub id, or NAME=DIR. Repeatable.  [default: {DEFAULT_MODEL}]",
 )
 @click.option(
+    "--device",
+    type=click.Choice(get_args(Device)),
+    default="auto",
+    show_default=True,
+    help="What computes; auto is the GPU where there is one. CUDA_VISIBLE_DEVICES picks among several.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(get_args(Dtype)),
+    help="Of the base weights.  [default: float32 on a CPU, bfloat16 on a GPU]",
+)
+@click.option(
     "--api-key",
     envvar="TINKEX_SERVER_API_KEY",
     help="Key that clients must send, besides those of `tinkex key create` (better set TINKEX_SERVER_API_KEY).",
@@ -121,6 +134,8 @@ def serve(
     port: int,
     data_dir: Path | None,
     models: tuple[str, ...],
+    device: Device,
+    dtype: Dtype | None,
     api_key: str | None,
     tokens: bool,
     strict: bool,
@@ -145,6 +160,8 @@ def serve(
     _log(log_level, log_format)
     tracing = _tracing(otel)
     places = dict(_parse_model(model) for model in models)
+    device = pick_device(device)
+    make = partial(make_engine, places, device, dtype)
     try:
         listener = _listen(host, port)
     except OSError as error:
@@ -154,7 +171,7 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops cleanly, then passes the signal on
     try:
         with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(listener, data_dir, places, api_key, tokens, strict, Limits(**limits), tracing))
+            runner.run(_serve(listener, data_dir, make, device, api_key, tokens, strict, Limits(**limits), tracing))
     except (EngineError, OSError, sqlite3.Error) as error:
         raise click.ClickException(str(error)) from None
 
@@ -213,21 +230,22 @@ def _parse_model(text: str) -> tuple[str, str]:
 async def _serve(
     listener: socket.socket,
     data_dir: Path,
-    models: dict[str, str],
+    make: Callable[[], Engine],
+    device: Device,
     api_key: str | None,
     tokens: bool,
     strict: bool,
     limits: Limits,
     tracing: Tracing | None,
 ) -> None:
-    engine = make_engine(models)
+    engine = make()
     publish_tokenizers(engine)
     from tinkex.server.app import create_app
 
     names = ", ".join(model.name for model in engine.models())
     app = create_app(engine, data_dir, limits=limits, api_key=api_key, tokens=tokens, strict=strict, tracing=tracing)
     access = "key required" if await app.state.server.accounts.needs_key() else "open, no key needed"
-    ready = f"tinkex serving at {_url(listener)}  models: {names}  data: {data_dir}  ({access})"
+    ready = f"tinkex serving at {_url(listener)}  models: {names}  device: {device}  data: {data_dir}  ({access})"
     await run_app(app, listener, lambda: click.echo(ready))
 
 

@@ -37,6 +37,7 @@ class WhoamiResponse(Record, frozen=True, kw_only=True):
 # ── audit ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 AuditEventType: TypeAlias = Literal["all", "checkpoints", "projects", "teams", "organizations"]
+"""Which entries of the audit log to read."""
 
 
 class AuditLogEntry(Stamped, frozen=True, kw_only=True):
@@ -108,6 +109,7 @@ BillingEventInfo: TypeAlias = (
     | CheckpointBillingEvent
     | StorageBillingEvent
 )
+"""What was used."""
 if TYPE_CHECKING:
     _EventInfo: TypeAlias = BillingEventInfo
 else:

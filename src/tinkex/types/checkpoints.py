@@ -13,6 +13,7 @@ from tinkex.types.record import Int64, Record, check_depth
 from tinkex.types.training import AdamOptimizerConfig, OptimizerConfigBase
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
+"""What a checkpoint is for: to train on, to sample from, or to be taken away."""
 KINDS: dict[str, CheckpointType] = {
     "weights": "training",
     "sampler_weights": "sampler",

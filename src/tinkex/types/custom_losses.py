@@ -13,9 +13,11 @@ import msgspec
 from tinkex.types.record import Int64, Record, check_depth
 
 CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
+"""How many dimensions an input has: one number, one for each token, one for each candidate of a token."""
 CustomLossNodeOp: TypeAlias = Literal[
     "placeholder", "get_attr", "call_function", "call_method", "call_module", "output"
 ]
+"""The kinds of steps in a graph, as torch.fx has them."""
 
 
 class CustomLossInput(Record, frozen=True, kw_only=True):

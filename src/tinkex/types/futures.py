@@ -31,6 +31,7 @@ FutureRetrieveResponse: TypeAlias = (
     | UnloadModelResponse
     | RequestFailedResponse
 )
+"""Whatever an operation may result in."""
 
 
 class QueueState(StrEnum):

@@ -199,6 +199,7 @@ def _varint(blob: bytes, position: int) -> tuple[int, int]:
 
 
 ModelInputChunk: TypeAlias = EncodedTextChunk | ImageAssetPointerChunk | ImageChunk | DmelChunk
+"""A piece of what a model reads."""
 CHUNKS: dict[str, type[Any]] = {
     "encoded_text": EncodedTextChunk,
     "image": ImageChunk,
@@ -424,7 +425,9 @@ def _model_input(chunks: list[ModelInputChunk]) -> ModelInput:
 
 
 LossFnInputs: TypeAlias = dict[str, TensorData]
+"""The tensors that a loss needs, by name."""
 LossFnOutput: TypeAlias = dict[str, TensorData]
+"""What a loss gives for one datum, by name."""
 
 INPUT_DTYPES: dict[str, TensorDtype] = {
     "target_tokens": "int64",
@@ -487,7 +490,9 @@ class SampledProvenanceSpan:
 
 
 ProvenanceSpan: TypeAlias = PromptProvenanceSpan | SampledProvenanceSpan
+"""Where tokens of a datum come from: written by hand, or sampled."""
 ProvenanceSpans: TypeAlias = list[ProvenanceSpan]
+"""Where all tokens of a datum come from, in order."""
 SPANS: dict[str, type[ProvenanceSpan]] = {
     "prompt_tokens": PromptProvenanceSpan,
     "sampled_tokens": SampledProvenanceSpan,

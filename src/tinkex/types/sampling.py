@@ -13,7 +13,9 @@ from tinkex.types.record import Int64, Record, Wired, from_builtins, number, par
 from tinkex.types.tensors import Array, TensorData
 
 StopReason: TypeAlias = Literal["length", "stop"]
+"""Why a sample ended: at its longest, or at a stop token or string."""
 TopkList: TypeAlias = list[list[tuple[int, float]] | None]
+"""For each position the likeliest tokens with their log-probabilities; None where nothing was computed."""
 
 EMPTY_CELL = -99999.0
 """Log-probability of an unused cell in a top-k table; its token id is 0."""

@@ -12,6 +12,7 @@ from tinkex.types.forms import Stamped, Variant
 from tinkex.types.record import Int64, Record, check_depth, settle, whole
 
 ClientSessionFinishReasonType: TypeAlias = Literal["success", "errored", "interrupted"]
+"""How a session ended, in one word."""
 
 
 class ClientConfigRequest(Record, frozen=True, kw_only=True):
@@ -290,6 +291,7 @@ class FutureFailed(Record, CompletionMark, frozen=True, kw_only=True):
 
 
 FutureCompletion: TypeAlias = FutureFinished | FutureFailed
+"""A sample that has ended, well or not."""
 
 
 class FuturesRetrieveResponse(Record, frozen=True, kw_only=True):
@@ -372,6 +374,7 @@ class ClientSessionFinishInterrupted(Record, FinishMark, frozen=True, kw_only=Tr
 ClientSessionFinishReason: TypeAlias = (
     ClientSessionFinishSuccess | ClientSessionFinishErrored | ClientSessionFinishInterrupted
 )
+"""How a session ended, as its client tells it."""
 
 
 class FailedReasonMark(Variant):
@@ -405,6 +408,7 @@ class SessionFailedSamplingSessionReason(Record, FailedReasonMark, frozen=True, 
 SessionFailedReason: TypeAlias = (
     SessionFailedRequestReason | SessionFailedTrainingRunReason | SessionFailedSamplingSessionReason
 )
+"""Why a session failed."""
 
 
 class StatusMark(Variant):
@@ -456,6 +460,7 @@ class SessionFailed(Record, StatusMark, frozen=True, kw_only=True):
 
 
 SessionStatus: TypeAlias = SessionFailed | SessionCancelled | ClientSessionFinished | SessionActive
+"""Whether a session is active, and how it ended if not."""
 
 
 class OwnSearchOwner(Record, OwnerMark, frozen=True, kw_only=True):
@@ -482,6 +487,7 @@ class UserSearchOwner(Record, OwnerMark, frozen=True, kw_only=True):
 
 
 SearchOwner: TypeAlias = OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner
+"""Whose sessions to search."""
 
 
 class ActiveSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_only=True):
@@ -516,6 +522,7 @@ class ClientFinishedSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_
 SessionStatusQuery: TypeAlias = (
     ActiveSessionStatusQuery | CancelledSessionStatusQuery | FailedSessionStatusQuery | ClientFinishedSessionStatusQuery
 )
+"""Which sessions to search, by how they are doing."""
 
 
 class SessionSearchCursor(Record, frozen=True, kw_only=True):

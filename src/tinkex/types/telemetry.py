@@ -12,7 +12,9 @@ from tinkex.types.record import Record, from_builtins, literal_values, settle, t
 from tinkex.types.sessions import TelemetrySendRequest
 
 EventType: TypeAlias = Literal["SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"]
+"""The kinds of reported events."""
 Severity: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+"""How bad an event is."""
 
 
 def as_severity(value: object) -> Severity:
@@ -74,6 +76,7 @@ class GenericEvent(Record, frozen=True, kw_only=True):
 
 
 TelemetryEvent: TypeAlias = SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent
+"""An event that is reported."""
 EVENTS: dict[str, type[TelemetryEvent]] = {
     "SESSION_START": SessionStartEvent,
     "SESSION_END": SessionEndEvent,

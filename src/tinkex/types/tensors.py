@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 TensorDtype: TypeAlias = Literal["int64", "float32"]
+"""The kinds of numbers that tensors are sent as."""
 Array: TypeAlias = npt.NDArray[Any]
+"""A numpy array."""
 
 MAX_CELLS = 1 << 28
 """Most cells a sparse tensor may stand for: it is read as a dense one."""

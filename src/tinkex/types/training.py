@@ -15,11 +15,15 @@ from tinkex.types.record import Fixed, Int64, Record, Wired, check_depth, from_b
 from tinkex.types.tensors import TensorData
 
 ModelID: TypeAlias = str
+"""The id of a training run."""
 RequestID: TypeAlias = str
+"""The id of a submitted operation."""
 LossFnType: TypeAlias = Literal[
     "cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom"
 ]
+"""The losses that the protocol names; a server need not have all of them."""
 LossFnConfig: TypeAlias = Mapping[str, float | str]
+"""The settings of a loss, by name."""
 
 
 class LoraConfig(Record, frozen=True, kw_only=True):
@@ -123,6 +127,7 @@ class DimuonOptimizerConfig(OptimizerConfigBase):
 
 
 OptimizerConfig: TypeAlias = AdamOptimizerConfig | OptimizerConfigBase
+"""What a run is created with to choose its optimizer."""
 
 
 class AdamParams(Record, frozen=True, kw_only=True):
@@ -204,6 +209,7 @@ class DimuonParams(OptimParamsBase):
 
 
 OptimParams: TypeAlias = AdamParams | OptimParamsBase
+"""The hyper-parameters of one optimizer step."""
 
 
 class CreateModelRequest(Record, frozen=True, kw_only=True):
