@@ -566,6 +566,14 @@ def test_results_are_read_a_step_later_while_there_is_more_to_run(checkpoint: Ch
     assert not engine.passing()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_passes_of_one_adapter_may_be_of_several_owners(checkpoint: Checkpoint, data: Data, ahead: bool) -> None:
+    engine = trainer_of(checkpoint, ahead=ahead)
+    for job, owner in enumerate(["one", "two", "one"]):
+        engine.pass_start(str(job), "a", data(8, 24), "cross_entropy", {}, owner=owner)
+    assert list(step_on(engine)) == ["0", "1", "2"]
+
+
 def test_a_dropped_adapter_is_not_held_by_what_is_unread(checkpoint: Checkpoint, data: Data) -> None:
     engine = trainer_of(checkpoint)
     engine.pass_start("1", "a", data(24, 24, 24), "cross_entropy", {})

@@ -261,7 +261,8 @@ class Trainer:
     def _note(self) -> None:
         waiting: dict[str, list[str]] = {}
         for name, passes in self._passes.items():
-            waiting.setdefault(passes[0].owner, []).append(name)
+            for owner in dict.fromkeys(work.owner for work in passes):
+                waiting.setdefault(owner, []).append(name)
         self._owners.note(waiting.keys())
         self._adapters = {owner: self._adapters.get(owner, Shares()) for owner in waiting}
         for owner, names in waiting.items():
