@@ -9,16 +9,24 @@ import pytest
 import torch
 
 from engine.references import adapter_of, randomise
+from engine.test_overlap import EVENTFUL, check, crowd_of, each_alone, limited, model_path, together
 from tinkex.engine import run_pass
+from tinkex.engine.cache import BLOCK, RESERVED, Pool
+from tinkex.engine.decoder import BARE
+from tinkex.engine.decoding import Row, StaticDecoding
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import AdamParams, LoraConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.conftest import Checkpoint, Data
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator")
+
+__all__ = ["model_path"]  # a fixture
 
 FAMILIES = ["llama", "llama-bias", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "smollm3", "qwen3-moe"]
 
@@ -96,3 +104,87 @@ def test_samples_have_the_trainers_log_probabilities(checkpoint: Checkpoint, fam
     kl = float((np.exp(gap) - 1 - gap).mean())
     print(f"{family}: mean |difference| {np.abs(gap).mean():.5f}, KL {kl:.2e}")
     assert kl < 1e-2
+
+
+@pytest.mark.parametrize("blocks", [12, None], ids=["little room", "room"])
+def test_jobs_that_stop_fail_and_are_cancelled_are_as_on_the_cpu(model_path: Path, blocks: int | None) -> None:
+    """Adapters that come and go beside the bare model, tokens read a step later, rows put back and fed again."""
+    expected = each_alone(crowd_of(model_path, dtype=torch.float32))
+    engine = limited(crowd_of(model_path, "cuda", torch.float32), blocks, max_rows=16)
+    for _ in range(2):  # recorded, then replayed
+        ran = together(engine, EVENTFUL)
+        assert ran.overlapped
+        assert ran.cancelled == {4, 13}
+        check(engine, EVENTFUL, ran, expected, gap=1e-3)
+
+
+def test_inputs_are_not_overwritten_while_the_device_is_behind(checkpoint: Checkpoint) -> None:
+    """Rows that are fed again draw nothing, so that nobody waits for their passes."""
+    model = engine_of(checkpoint, "qwen3", "cuda", torch.float32)._bases["m"].model
+    with torch.inference_mode():
+        decoding = StaticDecoding(model, Pool(model, 1), 1)
+
+        def logits(token: int) -> torch.Tensor:
+            return decoding.logits([Row(BARE, 0, [RESERVED], 0, token)]).clone()
+
+        expected = []
+        for token in range(6):
+            expected.append(logits(token))
+            torch.cuda.synchronize()
+        torch.cuda._sleep(1 << 29)  # type: ignore[no-untyped-call]
+        for token, got in enumerate([logits(token) for token in range(6)]):
+            assert torch.equal(got, expected[token]), token
+
+
+@pytest.mark.parametrize("rank", [1, 8, 33, 64, 128])
+def test_the_share_of_an_adapter_is_added_as_plainly(rank: int) -> None:
+    """To columns of something wider, by a part of something wider and a factor that lies either way."""
+    kernels = pytest.importorskip("tinkex.engine.kernels")
+    generator = torch.Generator("cuda").manual_seed(rank)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    for rows, columns in ((1, 1), (63, 100), (64, 64), (65, 129), (300, 520)):
+        wide, lows = normal(rows, columns + 24), normal(rows, 3 * rank)
+        low = lows.chunk(3, dim=1)[1]
+        for high in (normal(columns, rank).t(), normal(rank, columns)):
+            given = wide.clone()
+            y = given[:, 8 : 8 + columns]
+            kernels.add_product(y, low, high, 0.7)
+            whole = wide.float()
+            whole[:, 8 : 8 + columns] += 0.7 * (low.float() @ high.float())
+            torch.testing.assert_close(given.float(), whole, rtol=2**-7, atol=2**-7)
+            assert torch.equal(given[:, :8], wide[:, :8])
+            assert torch.equal(given[:, 8 + columns :], wide[:, 8 + columns :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("groups", "channels"), [(1, 8), (2, 64), (3, 80), (8, 128)])
+def test_keys_and_values_are_stored_where_they_belong(dtype: torch.dtype, groups: int, channels: int) -> None:
+    """As parts of one projection, and where their channels do not lie side by side."""
+    kernels = pytest.importorskip("tinkex.engine.kernels")
+    generator = torch.Generator("cuda").manual_seed(channels)
+    blocks, heads, rows = 7, 2 * groups, 37
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    places = torch.randperm(blocks * BLOCK, generator=generator, device="cuda")[:rows]
+    qkv = normal(rows, heads + 2 * groups, channels)
+    parts = [
+        (qkv[:, heads : heads + groups], qkv[:, heads + groups :]),
+        (normal(rows, groups, channels), qkv[:, heads + groups :]),
+        (normal(rows, channels, groups).transpose(1, 2), normal(groups, rows, channels).transpose(0, 1)),
+    ]
+    for k, v in parts:
+        kv = normal(2, blocks, BLOCK, groups, channels)
+        expected = kv.clone()
+        for part, x in zip(expected, (k, v), strict=True):
+            part.view(-1, groups, channels).index_copy_(0, places, x)
+        kernels.store(kv, places, k, v)
+        assert torch.equal(kv, expected)
+        columns = torch.stack([places, places], 1)  # as in a pass of decoding, where they lie among other inputs
+        kernels.store(kv, columns[:, 0], v, k)
+        kernels.store(kv, columns[:, 0], k, v)
+        assert torch.equal(kv, expected)

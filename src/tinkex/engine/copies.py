@@ -35,5 +35,5 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
     if device.type != "cuda":
         return None
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event

@@ -25,7 +25,7 @@ import torch
 
 from tinkex.engine.attention import AttentionRule, attend, soft_cap, visible, widened
 from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for, zeros
-from tinkex.engine.copies import to_device
+from tinkex.engine.copies import mark, to_device
 from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
 from tinkex.engine.row_adapters import Bank, Products, RowAdapters, padded, widest
 
@@ -475,6 +475,15 @@ def _banked(bank: Bank, adapters: int) -> Banked:
     return (lambda _: bank.whole()) if adapters == 1 else bank.share
 
 
+@dataclass(eq=False, slots=True)
+class _Host:
+    """Inputs of a pass, where the device copies them from."""
+
+    values: torch.Tensor
+    copied: torch.cuda.Event | None = None
+    """When it has done so last."""
+
+
 class _Shape:
     """A pass over a fixed number of rows with room for a fixed number of blocks: its inputs, and its graph."""
 
@@ -491,7 +500,7 @@ class _Shape:
         self._model, self._pool, self._bank, self._kernel, self._drawn = model, pool, bank, kernel, drawn
         pinned = pool.kv.device.type == "cuda"
         # Two, in turn: what is being filled may not be what the device is still to copy.
-        self._hosts = [torch.zeros(rows, 5 + width, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._hosts = [_Host(torch.zeros(rows, 5 + width, dtype=torch.int64, pin_memory=pinned)) for _ in range(2)]
         self._inputs = torch.zeros(rows, 5 + width, dtype=torch.int64, device=pool.kv.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: torch.Tensor | None = None
@@ -499,13 +508,16 @@ class _Shape:
     def fill(self, rows: Sequence[Row]) -> None:
         """Put tokens, positions, places, adapters and tables where the pass reads them."""
         self._hosts.reverse()
-        host = self._hosts[0].numpy()
+        if (copied := self._hosts[0].copied) is not None:  # passes that draw nothing are waited for nowhere else
+            copied.synchronize()
+        host = self._hosts[0].values.numpy()
         host[:] = 0
         host[:, 2], host[:, 4] = SCRATCH * BLOCK, -1
         for at, row in enumerate(rows):
             place = row.blocks[row.length // BLOCK] * BLOCK + row.length % BLOCK
             host[at, : 5 + len(row.blocks)] = row.token, row.length, place, row.weights, row.drawn, *row.blocks
-        self._inputs.copy_(self._hosts[0], non_blocking=True)
+        self._inputs.copy_(self._hosts[0].values, non_blocking=True)
+        self._hosts[0].copied = mark(self._inputs.device)
 
     def record(self, memory: Any) -> None:
         """Record the pass as a CUDA graph; it is run twice before, as libraries want it."""

@@ -131,10 +131,12 @@ class Runner:
         self._shares = Shares()
         self._running: list[_Running] = []
         self._unread: _Drawn | None = None
+        self._done: list[SampleDone] = []
+        """What ended in this step."""
 
     def busy(self) -> bool:
         """Whether any job is unfinished."""
-        return bool(self._queues or self._returned or self._running)
+        return bool(self._queues or self._returned or self._running or self._done)
 
     def start(self, name: str, job: Job, owner: str) -> None:
         """Queue a job; one that would not fit if it were alone is refused."""
@@ -155,8 +157,9 @@ class Runner:
             drawn, self._unread = self._unread, drawn
         self._read(drawn)
         self._run_prompts()
-        ended = [running for running in self._running if running.error or _ended(running)]
-        return [self._finish(running) for running in ended]
+        self._take_out()
+        done, self._done = self._done, []
+        return done
 
     def cancel(self, name: str) -> None:
         """Drop a job."""
@@ -167,6 +170,7 @@ class Runner:
                 self._forget_empty(owner)
         for running in [running for running in self._running if running.name == name]:
             self._remove(running)
+        self._done = [done for done in self._done if done.job != name]
 
     # --- Room ---
 
@@ -209,6 +213,7 @@ class Runner:
         if not self._blocks.free:  # who is put back keeps all its tokens, and who has ended makes room
             self._read(self._unread)
             self._unread = None
+            self._take_out()
         while sample.row is not None and not self._blocks.free:
             youngest = self._running[-1]
             if not youngest.rows:
@@ -225,6 +230,8 @@ class Runner:
     def _unseat(self, running: _Running, sample: Sample, *, again: bool = True) -> None:
         assert sample.row is not None
         self._decoding.leave(sample.row)
+        if sample.drawn:  # nobody will look whether the last position is finite, and who gets the block counts on it
+            self._pool.clear([sample.row.blocks[(sample.row.length - 1) // BLOCK]])
         self._blocks.release(sample.row.blocks)
         running.rows.remove(sample)
         sample.row, sample.drawn = None, 0
@@ -236,6 +243,13 @@ class Runner:
             self._unseat(running, sample, again=False)
         self._blocks.release(running.blocks)
         self._running.remove(running)
+        if not self._running:  # nobody will read it, and it holds jobs and their weights
+            self._unread = None
+
+    def _take_out(self) -> None:
+        """Finish the jobs that have ended or failed."""
+        ended = [running for running in self._running if running.error or _ended(running)]
+        self._done += [self._finish(running) for running in ended]
 
     def _finish(self, running: _Running) -> SampleDone:
         held = [*running.blocks, *(block for s in running.rows if s.row is not None for block in s.row.blocks)]

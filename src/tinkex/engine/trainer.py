@@ -100,7 +100,7 @@ class Adapter:
         return {"grad_norm:mean": norm, "learning_rate:mean": float(params.learning_rate)}
 
 
-@dataclass
+@dataclass(eq=False)
 class Pass:
     """A pass under way."""
 
@@ -194,7 +194,10 @@ class Trainer:
 
     def drop(self, name: str) -> list[PassDone]:
         """Forget an adapter; its passes fail."""
-        return [PassDone(p.job, EngineError("the run was dropped")) for p in self._passes.pop(name, ())]
+        dropped = [PassDone(p.job, EngineError("the run was dropped")) for p in self._passes.pop(name, ())]
+        if not self._passes:  # nobody will read it, and it holds the adapter
+            self._unread = None
+        return dropped
 
     def step(self) -> list[PassDone]:
         """Run a few pieces together, and return the passes that ended."""
@@ -258,7 +261,8 @@ class Trainer:
     def _note(self) -> None:
         waiting: dict[str, list[str]] = {}
         for name, passes in self._passes.items():
-            waiting.setdefault(passes[0].owner, []).append(name)
+            for owner in dict.fromkeys(work.owner for work in passes):
+                waiting.setdefault(owner, []).append(name)
         self._owners.note(waiting.keys())
         self._adapters = {owner: self._adapters.get(owner, Shares()) for owner in waiting}
         for owner, names in waiting.items():
@@ -280,7 +284,7 @@ class Trainer:
             try:
                 whole = finite is None or job not in finite or bool(finite[job])
                 result: ForwardBackwardOutput | Exception = error or work.finish(finite=whole)
-            except EngineError as refusal:
+            except Exception as refusal:  # there may be no memory left for the sum of gradients
                 result = refusal
             passes.remove(work)
             if not passes:
@@ -291,7 +295,7 @@ class Trainer:
     def _halve(self, chosen: list[tuple[Pass, list[int]]], error: Exception) -> dict[str, Exception | None]:
         """Begin the passes of a step anew under a smaller budget; what took the least it can fails, and is returned."""
         works = {work.job: work for work, _ in chosen}
-        if len(chosen) == 1 and len(chosen[0][1]) == 1 and self._sparing(chosen):
+        if len(chosen) == 1 and len(chosen[0][1]) == 1 and (self._sparing(chosen) or self.budget == 1):
             (work, [index]), size = chosen[0], chosen[0][0].size(chosen[0][1])
             text = f"datum {index}: {size} tokens need more memory than there is; nothing was added"
             refusal = EngineError(text, "server")
