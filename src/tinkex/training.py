@@ -242,6 +242,8 @@ class TrainingClient:
         self._outbox = Outbox(holder, first_seq_id)
         self._queue_states = QueueStateLogger("Training")
         self._loaded_tokenizer: Any = None
+        self._asking = asyncio.Lock()
+        self._known_tokenizer_id: str | None = None
 
     @property
     def holder(self) -> Session:
@@ -1025,6 +1027,13 @@ class TrainingClient:
         """Like `get_info`."""
         return await self._session.start(self._info())
 
+    async def _tokenizer_id(self) -> str:
+        """Whose tokenizer this run has, asked for once: a run never changes it. It is on tinkex's loop, whoever asks."""
+        async with self._asking:
+            if self._known_tokenizer_id is None:
+                self._known_tokenizer_id = tokenizer_id_of(await self._info())
+            return self._known_tokenizer_id
+
     def get_tokenizer(
         self,
         *,
@@ -1032,7 +1041,7 @@ class TrainingClient:
         info_fun: Callable[[TrainingClient], Any] | None = None,
         load_fun: LoadFunction | None = None,
     ) -> Any:
-        """The tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`.
+        """The tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`. The server is asked once.
 
         Args:
             backend: "transformers" or "tokenizers"; the first that is installed by default.
@@ -1045,8 +1054,11 @@ class TrainingClient:
         Raises:
             ConfigurationError: It is neither on this machine nor can it be downloaded.
         """
-        info = self.get_info() if info_fun is None else info_fun(self)
-        return get_or_load_tokenizer(tokenizer_id_of(info), backend=backend, load_fun=load_fun)
+        if info_fun is None:
+            tokenizer_id = self._session.call(self._tokenizer_id).result()
+        else:
+            tokenizer_id = tokenizer_id_of(info_fun(self))
+        return get_or_load_tokenizer(tokenizer_id, backend=backend, load_fun=load_fun)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The tokens of a text, by this run's tokenizer; `options` are its own, e.g. `add_special_tokens`.
@@ -1085,7 +1097,7 @@ class TrainingClient:
 
     async def get_tokenizer_async(self, *, backend: str | None = None, load_fun: LoadFunction | None = None) -> Any:
         """Like `get_tokenizer`."""
-        tokenizer_id = tokenizer_id_of(await self.get_info_async())
+        tokenizer_id = await self._session.call(self._tokenizer_id)
         return await asyncio.to_thread(get_or_load_tokenizer, tokenizer_id, backend=backend, load_fun=load_fun)
 
     def __repr__(self) -> str:
