@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+import tinkex
 from support import Wire, pass_json, sample_json, serving, step_json
-from tinkex import codec, protobuf, types
+from tinkex import ServiceClient, codec, protobuf, types
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.promises import KEEP_READ, KEEP_UNREAD, Promises
@@ -940,3 +941,26 @@ def test_a_strict_server_loads_weights_as_the_first_operation_only(tmp_path: Pat
         assert ("LoadWeights is not permitted" in late.get("error", "")) is strict
         fresh = wire.model(number=1)
         assert wire.run("load_weights", {"model_id": fresh, "seq_id": 1, **load})["path"] == path
+
+
+# ── the engine's end ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_server_whose_engine_died_says_so_instead_of_waiting(tmp_path: Path) -> None:
+    engine, prompt = FakeEngine(step_delay=0.002), types.ModelInput.from_ints([1, 2])
+
+    def gone() -> Any:
+        raise SystemExit("driver gone")
+
+    with serving(engine, tmp_path) as url, ServiceClient(base_url=url) as service:
+        wire = Wire(url)
+        client, sampler = service.create_lora_training_client("fake"), service.create_sampling_client(base_model="fake")
+        assert wire.get("healthz") == {"status": "ok"}
+        drawing = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=10_000))
+        engine.sample_step = gone  # type: ignore[method-assign]
+        with pytest.raises(tinkex.RequestFailedError, match="engine has died"):
+            drawing.result(10)
+        assert wire.send("healthz", method="GET").status == 503
+        for call in (lambda: client.save_state("late").result(10), lambda: sampler.compute_logprobs(prompt).result(10)):
+            with pytest.raises(tinkex.InternalServerError, match="503: the server's engine has died"):
+                call()
