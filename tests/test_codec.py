@@ -775,3 +775,13 @@ def test_a_body_in_pieces_is_the_same_bytes_however_it_is_cut(size: int) -> None
     assert b"".join(cut) == bytes(pieces)
     assert len(pieces) == len(bytes(pieces)) == 75
     assert all(size <= len(piece) < 2 * size for piece in cut[:-1])
+
+
+@pytest.mark.parametrize("as_protobuf", [True, False])
+def test_metrics_come_in_the_same_order_whatever_the_dialect(as_protobuf: bool) -> None:
+    """The maps of protobuf have an order of their own, another one in every process: here are enough to show it."""
+    others = [f"loss_{letter}:mean" for letter in "qwertyuiopasdfghjkl"]
+    output = types.ForwardBackwardOutput("ArrayRecord", [], dict.fromkeys([*others, "tokens:sum", "loss:sum"], 1.0))
+    body = codec.encode(output, as_protobuf=as_protobuf)
+    read = codec.decode(types.ForwardBackwardOutput, body.data, body.content_type)
+    assert list(read.metrics) == ["loss:sum", "tokens:sum", *sorted(others)]

@@ -29,7 +29,7 @@ from tinkex.types.inputs import (
 )
 from tinkex.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.types.tensors import Array, TensorData
-from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
+from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest, in_order
 
 PACKAGE = "tinker_public"
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
@@ -526,7 +526,7 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
             raise ValueError(f"malformed protobuf: a result of {count} datums")
         outputs.extend({name: rows[i] for name, rows in fields.items()} for i in range(count))
     kind = wire.loss_fn_output_type.rsplit(":", 1)[-1]
-    return ForwardBackwardOutput(kind, outputs, dict(wire.metrics))
+    return ForwardBackwardOutput(kind, outputs, in_order(wire.metrics))  # the map itself keeps no order
 
 
 def _get_batch(source: Any, name: str) -> list[TensorData]:
