@@ -128,6 +128,18 @@ def client(service: ServiceClient) -> TrainingClient:
     return service.create_lora_training_client("m", rank=4)
 
 
+def test_an_error_names_the_operation_that_was_called(faulty: FaultyServer, client: TrainingClient) -> None:
+    faulty.script("forward_backward", Answer(404, {"detail": "there is no model"}))
+    for call, name in ((client.forward, "forward"), (client.forward_backward, "forward_backward")):
+        with pytest.raises(tinkex.NotFoundError, match=f"^{name} at "):
+            call(DATA, "cross_entropy").result(10)
+    assert len(passes(faulty)) == 2
+    refused = Answer(body={"error": "the run is lost", "category": "user"})
+    faulty.script("forward_backward", refused)
+    with pytest.raises(tinkex.RequestFailedError, match="^forward failed "):
+        client.forward(DATA, "cross_entropy").result(10)
+
+
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits before a retry are short."""

@@ -8,7 +8,6 @@ import math
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, get_args
 from urllib.parse import quote
 
@@ -472,7 +471,7 @@ class TrainingClient:
         """Send a numbered request. One that cannot be sent, or is refused, has its number spent all the same."""
         try:
             async with self._outbox.budget.taken(self._size(request)):
-                receipt = await self._session.submit(op, request)
+                return await self._session.submit(op, request)
         except APIConnectionError:
             # It may have arrived or not. Whoever made the call need not wait until that is settled.
             runtime().task(self._spend(request.seq_id))
@@ -480,9 +479,6 @@ class TrainingClient:
         except Exception:
             await self._spend(request.seq_id)
             raise
-        if op is protocol.FORWARD_BACKWARD and request.forward_only:
-            return replace(receipt, op=protocol.FORWARD)
-        return receipt
 
     @staticmethod
     def _size(request: Any) -> int:
@@ -1028,7 +1024,7 @@ class TrainingClient:
         return await self._session.start(self._info())
 
     async def _tokenizer_id(self) -> str:
-        """Whose tokenizer this run has, asked for once: a run never changes it. It is on tinkex's loop, whoever asks."""
+        """Whose tokenizer this run has, asked for once: it never changes. Whoever asks, it is on tinkex's loop."""
         async with self._asking:
             if self._known_tokenizer_id is None:
                 self._known_tokenizer_id = tokenizer_id_of(await self._info())
