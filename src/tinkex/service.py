@@ -144,7 +144,7 @@ class ServiceClient:
             The client of the new run.
 
         Raises:
-            RequestFailedError: The server has no such model; the message lists the ones there are.
+            BadRequestError: The server has no such model; the message lists the ones there are.
 
         Example:
             >>> client = service.create_lora_training_client("tinkex/tiny", rank=16)  # doctest: +SKIP
@@ -409,6 +409,7 @@ class ServiceClient:
 
         Raises:
             ValueError: Neither was given, or the path is not a `tinker://` path.
+            BadRequestError: The server has no such model; the message lists the ones there are.
 
         Example:
             >>> sampler = service.create_sampling_client(base_model="tinkex/tiny")  # doctest: +SKIP

@@ -228,6 +228,8 @@ async def create_model(state: State, call: Call) -> UntypedAPIFuture:
     await require_session(state, request.session_id)
     model_id = f"{request.session_id}:train:{request.model_seq_id}"
     lora = request.lora_config or LoraConfig(rank=DEFAULT_RANK)
+    if not call.is_replayed:
+        state.base_model(request.base_model)  # a name that is not there is refused at once, as for samplers
 
     async def creating() -> CreateModelResponse:
         optimizer = request.optimizer_config
