@@ -111,6 +111,11 @@ class ServiceClient:
         """The session behind this client; what it offers may change in any release."""
         return self._session
 
+    @property
+    def session_id(self) -> str:
+        """The id of the session; empty until a call has opened it."""
+        return self._session.session_id
+
     def get_telemetry(self) -> Reporter | None:
         """What reports this session's events to the hosted service; None when nothing does."""
         return self._session.telemetry
