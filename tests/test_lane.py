@@ -401,6 +401,7 @@ def test_when_the_thread_dies_everything_fails_at_once(death: BaseException, cap
         worker.run(gate.wait, 5)
         passed = worker.run_pass("a", "1", start(engine, "a", "1"))
         stepped = worker.run_for("a", int)
+        last: asyncio.Future[Any]
         if isinstance(death, SystemExit):
             last = worker.run(die)
         else:

@@ -136,7 +136,7 @@ def test_an_error_names_the_operation_that_was_called(faulty: FaultyServer, clie
     assert len(passes(faulty)) == 2
     refused = Answer(body={"error": "the run is lost", "category": "user"})
     faulty.script("forward_backward", refused)
-    with pytest.raises(tinkex.RequestFailedError, match="^forward failed "):
+    with pytest.raises(tinkex.RequestFailedError, match=r"^forward failed "):
         client.forward(DATA, "cross_entropy").result(10)
 
 
