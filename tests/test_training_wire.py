@@ -140,6 +140,14 @@ def test_an_error_names_the_operation_that_was_called(faulty: FaultyServer, clie
         client.forward(DATA, "cross_entropy").result(10)
 
 
+def test_a_saved_sampler_has_no_type_as_in_the_official_client(server: Server, client: TrainingClient) -> None:
+    """The server's word is for its own kind of answer, of which the path is passed on."""
+    answer = {"path": f"tinker://{RUN}/sampler_weights/a", "type": "save_weights_for_sampler"}
+    server.results["save_weights_for_sampler"] = Answer(body=answer)
+    saved = client.save_weights_for_sampler("a").result(10)
+    assert saved == types.SaveWeightsForSamplerResponse(path=answer["path"], type=None)
+
+
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits before a retry are short."""
