@@ -34,7 +34,7 @@ def main() -> None:
         model = common.base_model(service)
         tokenizer = common.tokenizer_of(model)
         sampler = service.create_sampling_client(base_model=model)
-        reporter = telemetry.init(service.holder.session_id, http.config, common.TelemetryPost(http))
+        reporter = telemetry.init(service.session_id, http.config, common.TelemetryPost(http))
 
         logger = telemetry.attach_logger()
         events.attach("telemetry-posts", [events.HTTP_STOP], note)

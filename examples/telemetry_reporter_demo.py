@@ -17,7 +17,7 @@ def main() -> None:
         model = common.base_model(service)
         sampler = service.create_sampling_client(base_model=model)
         post = common.TelemetryPost(http)
-        reporter = telemetry.Reporter(post, service.holder.session_id)
+        reporter = telemetry.Reporter(post, service.session_id)
         print(f"1. a reporter for {reporter.session_id}")
 
         for severity in ("debug", "info", "warning", "error"):

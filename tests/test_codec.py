@@ -775,3 +775,27 @@ def test_a_body_in_pieces_is_the_same_bytes_however_it_is_cut(size: int) -> None
     assert b"".join(cut) == bytes(pieces)
     assert len(pieces) == len(bytes(pieces)) == 75
     assert all(size <= len(piece) < 2 * size for piece in cut[:-1])
+
+
+@pytest.mark.parametrize("as_protobuf", [True, False])
+def test_metrics_come_in_the_same_order_whatever_the_dialect(as_protobuf: bool) -> None:
+    """The maps of protobuf have an order of their own, another one in every process: here are enough to show it."""
+    others = [f"loss_{letter}:mean" for letter in "qwertyuiopasdfghjkl"]
+    output = types.ForwardBackwardOutput("ArrayRecord", [], dict.fromkeys([*others, "tokens:sum", "loss:sum"], 1.0))
+    body = codec.encode(output, as_protobuf=as_protobuf)
+    read = codec.decode(types.ForwardBackwardOutput, body.data, body.content_type)
+    assert list(read.metrics) == ["loss:sum", "tokens:sum", *sorted(others)]
+
+
+def test_a_sample_made_of_lists_is_sent_like_one_made_of_arrays() -> None:
+    rows: list[list[tuple[int, float]] | None] = [None, [(3, -0.5), (4, -1.5)], [(5, -0.25)]]
+    sequence = types.SampledSequence(
+        "length", _tokens_list=[7, 8, 9], _logprobs_list=[-1.0, -2.0, -0.5], _topk_logprobs_list=rows
+    )
+    sent = types.SampleResponse([sequence], _prompt_logprobs_list=[None, -0.5], _topk_prompt_logprobs_list=rows)
+    body = codec.encode(sent)
+    assert body.content_type == codec.PROTOBUF
+    read = codec.decode(types.SampleResponse, body.data, body.content_type)
+    assert (read.sequences[0].tokens, read.sequences[0].logprobs) == ([7, 8, 9], [-1.0, -2.0, -0.5])
+    assert read.sequences[0].topk_logprobs == read.topk_prompt_logprobs == rows
+    assert read.prompt_logprobs == [None, -0.5]

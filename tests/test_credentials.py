@@ -7,6 +7,7 @@ import base64
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,27 @@ def test_a_command_gives_the_credential(monkeypatch: pytest.MonkeyPatch) -> None
             service.get_server_capabilities()
         keys = {seen.headers.get("x-api-key") for seen in server.seen}
         assert keys == {"tml-from-command"}
+
+
+def test_clients_that_start_together_run_the_command_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each run leaves a line; the next client runs it anew, and a failure is everyone's."""
+    ran = tmp_path / "ran"
+    with faulty_server() as server, ExitStack() as stack:
+        monkeypatch.setenv("TINKER_CREDENTIAL_CMD", f"echo x >> {ran}; sleep 0.3; echo tml-shared")
+        clients = [stack.enter_context(HttpClient(base_url=server.base_url)) for _ in range(4)]
+        for asked in [client.get("healthz", max_retries=0) for client in clients]:
+            with pytest.raises(tinkex.NotFoundError):  # the server has no such thing; that is an answer
+                asked.result(10)
+        assert ran.read_text() == "x\n"
+        assert {seen.headers["x-api-key"] for seen in server.seen} == {"tml-shared"}
+        monkeypatch.setenv("TINKER_CREDENTIAL_CMD", f"echo x >> {ran}; sleep 0.3; exit 3")
+        clients = [stack.enter_context(HttpClient(base_url=server.base_url)) for _ in range(3)]
+        for asked in [client.get("healthz", max_retries=0) for client in clients]:
+            with pytest.raises(ConfigurationError, match="exit code 3"):
+                asked.result(10)
+        with pytest.raises(ConfigurationError, match="exit code 3"):
+            clients[0].get("healthz").result(10)
+        assert ran.read_text() == "x\n" * 3
 
 
 @pytest.mark.parametrize(("command", "words"), [("exit 3", "exit code 3"), ("true", "printed nothing")])

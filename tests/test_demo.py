@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from support import serving
+from tinkex.cli.demo import Demo
 from tinkex.cli.main import cli
 from tinkex.cli.plot import plot
+from tinkex.models.addition import MAX_ANSWER_TOKENS
 
 
 def test_quick_demo_runs_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +64,11 @@ def test_plot_shows_the_range_and_the_shape() -> None:
     rising = plot([0.0, 1.0], width=4, height=2).splitlines()
     assert rising[0].rstrip().endswith("⠚⠁") or ord(rising[0].rstrip()[-1]) > 0x2800
     assert rising[1][3] != chr(0x2800)
+
+
+def test_every_prompt_of_the_demo_has_a_seed_of_its_own() -> None:
+    demo = Demo.__new__(Demo)  # the run that a whole one begins with has nothing to do with it
+    demo.random, demo.stop = random.Random(0), [1]
+    draws = demo.draws(16, 1.0)
+    assert len({params.seed for params in draws}) == 16
+    assert {(params.temperature, params.max_tokens) for params in draws} == {(1.0, MAX_ANSWER_TOKENS)}

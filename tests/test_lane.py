@@ -357,6 +357,69 @@ def test_a_step_that_breaks_loses_its_samples_and_no_more(caplog: pytest.LogCapt
     assert "sampling step failed" in caplog.text
 
 
+def test_a_sample_that_the_engine_cannot_drop_concerns_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    engine = sampling_engine(delay=0.002)
+
+    def refuse(job: str) -> None:
+        raise RuntimeError(f"cannot drop {job}")
+
+    engine.sample_cancel = refuse  # type: ignore[method-assign]
+
+    async def body(worker: Worker) -> None:
+        dropped, other = worker.sample("a", "s", request(1000), 0), worker.sample("b", "s", request(20), 0)
+        await worker.run(int)  # both are with the engine now
+        worker.cancel("a")
+        with pytest.raises(EngineError, match="cancelled"):
+            await dropped
+        assert len((await other).sequences[0].tokens) == 20
+        ended = worker.sample("of:1", "s", request(1000), 0)
+        worker.cancel_samples("of:")
+        with pytest.raises(EngineError, match="session has ended"):
+            await ended
+        assert await worker.run(int) == 0
+        assert worker.failure is None
+
+    with_worker(engine, body)
+    assert "cannot drop the sample a" in caplog.text
+
+
+@pytest.mark.parametrize("death", [RuntimeError("driver gone"), SystemExit(3)])
+def test_when_the_thread_dies_everything_fails_at_once(death: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """What is under way, what waits, what is queued, what is asked for later: nobody waits for ever."""
+    engine = training_engine("a", delay=0.002)
+    gate = threading.Event()
+
+    def die() -> None:
+        raise death
+
+    def look() -> bool:
+        raise death
+
+    async def body(worker: Worker) -> None:
+        sample = worker.sample("job", "s", request(10_000), 0)
+        await worker.run(int)
+        worker.run(gate.wait, 5)
+        passed = worker.run_pass("a", "1", start(engine, "a", "1"))
+        stepped = worker.run_for("a", int)
+        last: asyncio.Future[Any]
+        if isinstance(death, SystemExit):
+            last = worker.run(die)
+        else:
+            engine.sampling = look  # type: ignore[method-assign]
+            last = worker.run(int)
+        behind = worker.run(int)
+        gate.set()
+        outcomes = await asyncio.gather(sample, passed, stepped, last, behind, return_exceptions=True)
+        assert [outcome for outcome in outcomes if "engine has died" not in str(outcome)] in ([], [0], [0, 0])
+        assert worker.failure is not None
+        for later in (worker.run(int), worker.run_for("a", int), worker.sample("b", "s", request(), 0)):
+            with pytest.raises(EngineError, match="engine has died"):
+                await later
+
+    with_worker(engine, body)
+    assert "the engine's thread has died" in caplog.text
+
+
 def test_stopping_finishes_what_has_begun_and_fails_the_rest() -> None:
     begun, go_on, done = threading.Event(), threading.Event(), list[int]()
 

@@ -165,6 +165,14 @@ ADMIN_CASES = [
 ]
 CASES = [
     Case("get_training_run", (RUN,), f"GET training_runs/{RUN}?access_scope=owned", TRAINING_RUN, A_RUN),
+    Case(
+        "unload_model",
+        (RUN,),
+        "POST unload_model",
+        {"model_id": RUN},
+        types.UnloadModelResponse(model_id=RUN),
+        {"model_id": RUN, "type": "unload_model"},
+    ),
     Case("get_training_run", ("a/b ?", None), "GET training_runs/a%2Fb%20%3F", TRAINING_RUN, A_RUN),
     Case(
         "get_training_run_by_tinker_path",
@@ -1062,3 +1070,20 @@ def test_checkpoints_have_a_page() -> None:
     )
     with pytest.raises(ValueError, match="expected"):
         types.SaveWeightsResponse(path="elsewhere").get_console_url()
+
+
+def test_a_run_is_unloaded_by_its_id(tmp_path: Path) -> None:
+    with serving(FakeEngine(), tmp_path) as url, tinkex.ServiceClient(base_url=url) as service:
+        first, second = (service.create_lora_training_client("fake") for _ in range(2))
+        saved = first.save_state("kept").result(10).path
+        with RestClient(base_url=url) as rest:
+            assert rest.unload_model(first.model_id).result(10).model_id == first.model_id
+            assert asyncio.run(rest.unload_model_async(second.model_id)).model_id == second.model_id
+            with pytest.raises(tinkex.NotFoundError, match="nowhere"):
+                rest.unload_model("nowhere").result(10)
+            with pytest.raises(ValueError, match="model_id"):
+                rest.unload_model("")
+        for client in (first, second):
+            with pytest.raises(tinkex.APIStatusError):
+                client.save_state("late").result(10)
+        assert service.create_training_client_from_state(saved).model_id not in (first.model_id, second.model_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import threading
 import time
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 
+import tinkex
 from support import Wire, pass_json, sample_json, serving, step_json
-from tinkex import codec, protobuf, types
+from tinkex import ServiceClient, codec, protobuf, types
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.promises import KEEP_READ, KEEP_UNREAD, Promises
+from tinkex.server.promises import JUST_READ, KEEP_READ, KEEP_UNREAD, Promises
 from tinkex.server.state import Limits
 
 
@@ -276,11 +278,11 @@ def test_unknown_things_are_not_found(wire: Wire) -> None:
     assert wire.send("samplers/nowhere", method="GET").status == 404
 
 
-@pytest.mark.covers("S8", "S28")
+@pytest.mark.covers("S8")
 def test_a_wrong_model_name_lists_the_ones_there_are(wire: Wire) -> None:
     session = wire.session()
     body = {"session_id": session, "model_seq_id": 0, "base_model": "flake"}
-    failure(wire.run("create_model", body), "'flake'", "fake")
+    refusal(wire, 400, "create_model", body, "'flake'", "fake")
     refusal(wire, 404, "optim_step", step_json(f"{session}:train:0", 1), "train:0")
     sampling = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "flake"}
     refusal(wire, 400, "create_sampling_session", sampling, "'flake'", "fake")
@@ -608,8 +610,6 @@ def test_a_result_can_be_read_twice(wire: Wire) -> None:
 
 @pytest.mark.covers("S27")
 def test_results_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
     async def run() -> None:
         now = [1000.0]
         monkeypatch.setattr("tinkex.server.promises.time.monotonic", lambda: now[0])
@@ -633,6 +633,50 @@ def test_results_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not promises.is_gone("other")
 
     asyncio.run(run())
+
+
+def test_what_was_read_is_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those read last stay; what was read just now stays whatever its size, and so does what nobody has read."""
+    monkeypatch.setattr("tinkex.server.promises.KEEP_READ_BYTES", 100)
+
+    async def run() -> None:
+        now = [1000.0]
+        monkeypatch.setattr("tinkex.server.promises.time.monotonic", lambda: now[0])
+        promises = Promises(clock=lambda: now[0])
+        for name, size in (("first", 60), ("second", 60), ("unread", 0), ("third", 30)):
+            promise = promises.add(name, b"", "s")
+            promise.settle(name)
+            promise.size = size
+            now[0] += 1
+            if name != "unread":
+                promise.touch()
+        promises.sweep()
+        assert len(promises) == 4
+        now[0] += 2 * JUST_READ
+        late = promises.add("late", b"", "s")
+        late.settle("late")
+        late.size = 1000
+        late.touch()
+        now[0] += 1
+        first = promises.get("first")
+        promises.sweep()
+        assert promises.is_gone("first")
+        assert first is not None
+        assert first.result is None
+        assert all(promises.get(name) is not None for name in ("second", "unread", "third", "late"))
+
+    asyncio.run(run())
+
+
+def test_a_result_that_is_read_has_its_size_noted(tmp_path: Path) -> None:
+    from tinkex import LocalBackend
+
+    with LocalBackend(data_dir=tmp_path, engine=FakeEngine()) as backend, ServiceClient(base_url=backend.base_url) as s:
+        s.create_lora_training_client("fake").save_state("a").result(10)
+        app = backend._exchange._app  # type: ignore[union-attr]
+        sizes = [promise.size for promise in app.state.server.promises._promises.values()]
+    assert len(sizes) == 2
+    assert min(sizes) > 10
 
 
 @pytest.mark.covers("S2")
@@ -818,8 +862,6 @@ def test_a_waiter_is_told_when_its_session_ends(wire: Wire, recorder: Recorder) 
 
 @pytest.mark.covers("S6")
 def test_a_silent_session_is_ended(serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
     real = asyncio.sleep
     monkeypatch.setattr("tinkex.server.handlers.asyncio.sleep", lambda seconds: real(min(seconds, 0.05)))
     engine = FakeEngine()
@@ -940,3 +982,26 @@ def test_a_strict_server_loads_weights_as_the_first_operation_only(tmp_path: Pat
         assert ("LoadWeights is not permitted" in late.get("error", "")) is strict
         fresh = wire.model(number=1)
         assert wire.run("load_weights", {"model_id": fresh, "seq_id": 1, **load})["path"] == path
+
+
+# ── the engine's end ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_server_whose_engine_died_says_so_instead_of_waiting(tmp_path: Path) -> None:
+    engine, prompt = FakeEngine(step_delay=0.002), types.ModelInput.from_ints([1, 2])
+
+    def gone() -> Any:
+        raise SystemExit("driver gone")
+
+    with serving(engine, tmp_path) as url, ServiceClient(base_url=url) as service:
+        wire = Wire(url)
+        client, sampler = service.create_lora_training_client("fake"), service.create_sampling_client(base_model="fake")
+        assert wire.get("healthz") == {"status": "ok"}
+        drawing = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=10_000))
+        engine.sample_step = gone  # type: ignore[method-assign]
+        with pytest.raises(tinkex.RequestFailedError, match="engine has died"):
+            drawing.result(10)
+        assert wire.send("healthz", method="GET").status == 503
+        for call in (lambda: client.save_state("late").result(10), lambda: sampler.compute_logprobs(prompt).result(10)):
+            with pytest.raises(tinkex.InternalServerError, match="503: the server's engine has died"):
+                call()

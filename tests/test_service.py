@@ -570,3 +570,10 @@ def test_clients_take_a_config_in_place_of_single_settings(server_url: str) -> N
 def test_a_config_beside_single_settings_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match="not both"):
         kind(config=tinkex.Config.resolve(base_url="local"), base_url="local")
+
+
+def test_a_service_says_which_session_it_has(faulty: FaultyServer) -> None:
+    with ServiceClient(base_url=faulty.base_url) as service:
+        assert service.session_id == ""
+        service.get_server_capabilities()
+        assert service.session_id == "s" == ServiceClient.sharing(service.holder).session_id

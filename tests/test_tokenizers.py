@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import importlib.util
 import itertools
@@ -507,6 +508,38 @@ def test_clients_help_with_tokenizers(server_url: str) -> None:
         with pytest.raises(OSError, match="no info"):
             training.get_tokenizer(info_fun=refuse, load_fun=load)
     assert seen == [MODEL, "a/b", "d", "unknown", "e", "f/g"]
+
+
+def test_a_client_asks_once_which_tokenizer_it_has() -> None:
+    """From several threads and from a loop at once; only what was refused is asked for again."""
+    named: list[str] = []
+
+    def load(tokenizer_id: str, options: Any) -> Letters:
+        named.append(tokenizer_id)
+        return Letters()
+
+    with faulty_server() as faulty:
+        faulty.script("retrieve_future", Answer(body={"model_id": "run"}))
+        faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "x"}))
+        told = {"model_id": "run", "model_data": {"tokenizer_id": "own/run"}}
+        faulty.script("get_info", Answer(404, {"detail": "not yet"}), Answer(body=told, delay=0.05))
+        told = {"sampler_id": "x", "base_model": "own/sampler"}
+        faulty.script("samplers/x", Answer(404, {"detail": "not yet"}), Answer(body=told, delay=0.05))
+        with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+            clients: list[tuple[Any, str]] = [
+                (service.create_lora_training_client("m"), "get_info"),
+                (service.create_sampling_client(base_model="m"), "samplers/x"),
+            ]
+            for client, path in clients:
+                with pytest.raises(tinkex.NotFoundError):
+                    client.get_tokenizer(load_fun=load)
+                with ThreadPoolExecutor(3) as pool:
+                    asked = [pool.submit(client.get_tokenizer, load_fun=load) for _ in range(3)]
+                    asyncio.run(client.get_tokenizer_async(load_fun=load))
+                    found = {type(one.result()) for one in asked} | {type(client.get_tokenizer(load_fun=load))}
+                assert found == {Letters}
+                assert len(faulty.requests(path)) == 2
+    assert set(named) == {"own/run", "own/sampler"}
 
 
 # ── Kimi ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -128,6 +128,26 @@ def client(service: ServiceClient) -> TrainingClient:
     return service.create_lora_training_client("m", rank=4)
 
 
+def test_an_error_names_the_operation_that_was_called(faulty: FaultyServer, client: TrainingClient) -> None:
+    faulty.script("forward_backward", Answer(404, {"detail": "there is no model"}))
+    for call, name in ((client.forward, "forward"), (client.forward_backward, "forward_backward")):
+        with pytest.raises(tinkex.NotFoundError, match=f"^{name} at "):
+            call(DATA, "cross_entropy").result(10)
+    assert len(passes(faulty)) == 2
+    refused = Answer(body={"error": "the run is lost", "category": "user"})
+    faulty.script("forward_backward", refused)
+    with pytest.raises(tinkex.RequestFailedError, match=r"^forward failed "):
+        client.forward(DATA, "cross_entropy").result(10)
+
+
+def test_a_saved_sampler_has_no_type_as_in_the_official_client(server: Server, client: TrainingClient) -> None:
+    """The server's word is for its own kind of answer, of which the path is passed on."""
+    answer = {"path": f"tinker://{RUN}/sampler_weights/a", "type": "save_weights_for_sampler"}
+    server.results["save_weights_for_sampler"] = Answer(body=answer)
+    saved = client.save_weights_for_sampler("a").result(10)
+    assert saved == types.SaveWeightsForSamplerResponse(path=answer["path"], type=None)
+
+
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits before a retry are short."""

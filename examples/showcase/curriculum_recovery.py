@@ -123,8 +123,8 @@ def main() -> None:
                 server.start()
                 console.print(f"  … and is back after {time.perf_counter() - began:.1f} s")
             if step == UNLOADED_AT:
-                with tinkex.ServiceClient(base_url=server.url) as operator:
-                    tinkex.TrainingClient(operator.holder, 0, run).unload_model()
+                with tinkex.RestClient(base_url=server.url) as operator:
+                    operator.unload_model(run).result()
                 console.print(f"  step {step}: the run {run} is unloaded; it is gone")
 
         losses_2, levels_2, bits_2, after_2, recoveries = curriculum(server.url, disaster)

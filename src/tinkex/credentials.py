@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import functools
 import json
 import os
 import subprocess
@@ -41,9 +42,28 @@ def stored_key(path: Path | None = None) -> str | None:
     return key if isinstance(key, str) and key else None
 
 
-async def run_command(command: str) -> str:
-    """The credential that a shell command prints; run in a thread, and never shown."""
+_running: dict[str, asyncio.Task[str]] = {}
+"""Commands under way: clients that start together ask once, for some commands ask the user in turn."""
 
+
+async def run_command(command: str) -> str:
+    """The credential that a shell command prints; run in a thread, once for all who ask meanwhile, and never shown."""
+    task = _running.get(command)
+    if task is None or task.get_loop() is not asyncio.get_running_loop():
+        task = _running[command] = asyncio.create_task(_run(command))
+        task.add_done_callback(functools.partial(_ended, command))
+    return await asyncio.shield(task)
+
+
+def _ended(command: str, task: asyncio.Task[str]) -> None:
+    """Let the next who asks run a command anew; its failure may have nobody left to hear of it."""
+    if _running.get(command) is task:
+        del _running[command]
+    if not task.cancelled():
+        task.exception()
+
+
+async def _run(command: str) -> str:
     def run() -> str:
         try:
             done = subprocess.run(  # the user's own command, in the user's own shell

@@ -55,6 +55,15 @@ def is_pass(op: Operation) -> bool:
     return op is protocol.FORWARD_BACKWARD
 
 
+FORWARD_ONLY = replace(protocol.FORWARD, path=protocol.FORWARD_BACKWARD.path)
+"""A forward pass as the newest protocol sends it: to the endpoint of all passes."""
+
+
+def called(op: Operation, request: Any) -> Operation:
+    """The operation under the name that its caller knows it by."""
+    return FORWARD_ONLY if is_pass(op) and request.forward_only else op
+
+
 def shows_dialect(op: Operation, request: Any) -> bool:
     """Whether the answer to a request tells which form a server reads: a pass over nothing is refused in any."""
     return is_pass(op) and bool(request.forward_backward_input.data)

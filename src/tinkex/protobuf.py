@@ -27,9 +27,16 @@ from tinkex.types.inputs import (
     ProvenanceSpans,
     text_chunk,
 )
-from tinkex.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, TopkLogprobs
+from tinkex.types.sampling import (
+    EMPTY_CELL,
+    PromptAltTokens,
+    SampledSequence,
+    SampleResponse,
+    TopkList,
+    TopkLogprobs,
+)
 from tinkex.types.tensors import Array, TensorData
-from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
+from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest, in_order
 
 PACKAGE = "tinker_public"
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
@@ -250,10 +257,10 @@ def parse(name: str, body: bytes) -> Any:
         raise ValueError(f"malformed protobuf: the body is not a {name} message") from None
 
 
-def packed(array: Array, dtype: str) -> bytes:
-    """Little-endian raw bytes of an array."""
-    array = np.ascontiguousarray(array, dtype=dtype)
-    return array.tobytes() if sys.byteorder == "little" else array.astype(f"<{dtype}").tobytes()
+def packed(array: Array | Sequence[float | None], dtype: str) -> bytes:
+    """Little-endian raw bytes of an array, or of a list of numbers; None among them is NaN."""
+    plain = np.ascontiguousarray(array, dtype=dtype)
+    return plain.tobytes() if sys.byteorder == "little" else plain.astype(f"<{dtype}").tobytes()
 
 
 def unpacked(body: bytes, dtype: str, what: str) -> Array:
@@ -526,7 +533,7 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
             raise ValueError(f"malformed protobuf: a result of {count} datums")
         outputs.extend({name: rows[i] for name, rows in fields.items()} for i in range(count))
     kind = wire.loss_fn_output_type.rsplit(":", 1)[-1]
-    return ForwardBackwardOutput(kind, outputs, dict(wire.metrics))
+    return ForwardBackwardOutput(kind, outputs, in_order(wire.metrics))  # the map itself keeps no order
 
 
 def _get_batch(source: Any, name: str) -> list[TensorData]:
@@ -553,14 +560,18 @@ def encode_sample(response: SampleResponse) -> bytes:
     wire = message("SampleResponse")(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
     for sequence in response.sequences:
         target = wire.sequences.add(stop_reason=STOP if sequence.stop_reason == "stop" else LENGTH)
-        if sequence.tokens_np is not None:
-            target.tokens = packed(sequence.tokens_np, "int32")
-        if sequence.logprobs_np is not None:
-            target.logprobs = packed(sequence.logprobs_np, "float32")
-        _put_topk(target, "topk_sampled_logprobs", sequence.topk_logprobs_np)
-    if response.prompt_logprobs_np is not None:
-        wire.prompt_logprobs = packed(response.prompt_logprobs_np, "float32")
-    _put_topk(wire, "topk_prompt_logprobs", response.topk_prompt_logprobs_np)
+        # What was given as a list, and not as an array, is sent all the same.
+        tokens = sequence.tokens if sequence.tokens_np is None else sequence.tokens_np
+        logprobs = sequence.logprobs if sequence.logprobs_np is None else sequence.logprobs_np
+        if len(tokens) or sequence.tokens_np is not None:
+            target.tokens = packed(tokens, "int32")
+        if logprobs is not None:
+            target.logprobs = packed(logprobs, "float32")
+        _put_topk(target, "topk_sampled_logprobs", sequence.topk_logprobs_np or _table(sequence.topk_logprobs))
+    scores = response.prompt_logprobs if response.prompt_logprobs_np is None else response.prompt_logprobs_np
+    if scores is not None:
+        wire.prompt_logprobs = packed(scores, "float32")
+    _put_topk(wire, "topk_prompt_logprobs", response.topk_prompt_logprobs_np or _table(response.topk_prompt_logprobs))
     if response.target_prompt_logprobs is not None:
         put_tensor(wire.target_prompt_logprobs, response.target_prompt_logprobs)
     if response.prompt_alt_tokens is not None:
@@ -568,6 +579,18 @@ def encode_sample(response: SampleResponse) -> bytes:
         put_tensor(wire.prompt_alt_tokens.logprobs, response.prompt_alt_tokens.logprobs)
     encoded: bytes = wire.SerializeToString(deterministic=True)
     return encoded
+
+
+def _table(rows: TopkList | None) -> TopkLogprobs | None:
+    """Pairs per position as a table."""
+    if rows is None:
+        return None
+    width = max((len(row) for row in rows if row), default=0)
+    ids, logprobs = np.zeros((len(rows), width), np.int32), np.full((len(rows), width), EMPTY_CELL, np.float32)
+    for index, row in enumerate(rows):
+        for place, (token, logprob) in enumerate(row or ()):
+            ids[index, place], logprobs[index, place] = token, logprob
+    return TopkLogprobs(ids, logprobs)
 
 
 def _put_topk(target: Any, field: str, topk: TopkLogprobs | None) -> None:

@@ -12,6 +12,7 @@ import datetime as dt
 import logging
 import os
 import threading
+import time
 import uuid
 import warnings
 import weakref
@@ -22,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_ar
 from tinkex import codec, protocol
 from tinkex.config import Config
 from tinkex.credentials import claims
+from tinkex.dialects import read_receipt
 from tinkex.errors import APIResponseValidationError, ExperimentalWarning, TinkerError
-from tinkex.futures import Future, start
+from tinkex.futures import Future, retrieve, start
 from tinkex.protocol import PROTOCOL_VERSION, Operation
 from tinkex.responses import wrapped
 from tinkex.transport import Reply, Transport
@@ -66,7 +68,7 @@ from tinkex.types.sessions import (
     SessionSearchResponse,
     SessionTraceExportResponse,
 )
-from tinkex.types.training import ModelID
+from tinkex.types.training import ModelID, UnloadModelRequest, UnloadModelResponse
 
 if TYPE_CHECKING:
     from tinkex.session import Session
@@ -302,6 +304,36 @@ class RestClient(_Client):
     ) -> TrainingRunsResponse:
         """Like `list_training_runs`."""
         return await self.list_training_runs(limit, offset, access_scope, project_id)
+
+    def unload_model(self, model_id: ModelID) -> Future[UnloadModelResponse]:
+        """Let the server forget the live state of a training run, on servers that offer it; its checkpoints stay.
+
+        Args:
+            model_id: The run; that of a client in another program, too.
+
+        Returns:
+            A future of the answer, once everything asked of the run before has been done.
+
+        Raises:
+            ValueError: The id is empty.
+        """
+        op, request = protocol.UNLOAD_MODEL, UnloadModelRequest(model_id=_part("model_id", model_id))
+
+        async def work(transport: Transport) -> UnloadModelResponse:
+            started = time.monotonic()
+            reply = await transport.request(op, codec.encode(request), headers=_sdk_headers("unload_model"))
+            receipt = read_receipt(transport, op, reply, started)
+            if receipt.request_id is None:
+                unloaded: UnloadModelResponse = receipt.result
+            else:
+                unloaded = await retrieve(transport, op, receipt.request_id, started)
+            return unloaded
+
+        return self._start(work)
+
+    async def unload_model_async(self, model_id: ModelID) -> UnloadModelResponse:
+        """Like `unload_model`."""
+        return await self.unload_model(model_id)
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -91,6 +91,8 @@ class SamplingClient:
         self._poller: BatchPoller | None = None
         self._queue_states = QueueStateLogger("Sampling")
         self._streams = True
+        self._asking = asyncio.Lock()
+        self._base_model: str | None = None
 
     @staticmethod
     def create(
@@ -614,18 +616,22 @@ class SamplingClient:
         # As in the official SDK a pickle carries the credential, unlike a handle: it goes to the user's own workers.
         return (_unpickled, (self.get_sampler_handle(), self._session.config.api_key, self._retry_config))
 
-    async def _sampler(self) -> GetSamplerResponse:
-        path = {"sampler_id": self.sampling_session_id}
-        sampler: GetSamplerResponse = await self._session.transport.call(protocol.GET_SAMPLER, path=path)
-        return sampler
+    async def _model(self) -> str:
+        """The base model's name, asked for once: a sampler never changes it. Whoever asks, it is on tinkex's loop."""
+        async with self._asking:
+            if self._base_model is None:
+                path = {"sampler_id": self.sampling_session_id}
+                sampler: GetSamplerResponse = await self._session.transport.call(protocol.GET_SAMPLER, path=path)
+                self._base_model = sampler.base_model
+            return self._base_model
 
     def get_base_model(self) -> str:
-        """The name of the base model under this sampler."""
-        return self._session.call(self._sampler).result().base_model
+        """The name of the base model under this sampler; the server is asked once."""
+        return self._session.call(self._model).result()
 
     async def get_base_model_async(self) -> str:
         """Like `get_base_model`."""
-        return (await self._session.call(self._sampler)).base_model
+        return await self._session.call(self._model)
 
     def get_tokenizer(
         self,
@@ -634,7 +640,7 @@ class SamplingClient:
         sampler_fun: Callable[[SamplingClient], Any] | None = None,
         load_fun: LoadFunction | None = None,
     ) -> Any:
-        """The tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`.
+        """The tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`. The server is asked once.
 
         Args:
             backend: "transformers" or "tokenizers"; the first that is installed by default.

@@ -111,6 +111,11 @@ class ServiceClient:
         """The session behind this client; what it offers may change in any release."""
         return self._session
 
+    @property
+    def session_id(self) -> str:
+        """The id of the session; empty until a call has opened it."""
+        return self._session.session_id
+
     def get_telemetry(self) -> Reporter | None:
         """What reports this session's events to the hosted service; None when nothing does."""
         return self._session.telemetry
@@ -144,7 +149,7 @@ class ServiceClient:
             The client of the new run.
 
         Raises:
-            RequestFailedError: The server has no such model; the message lists the ones there are.
+            BadRequestError: The server has no such model; the message lists the ones there are.
 
         Example:
             >>> client = service.create_lora_training_client("tinkex/tiny", rank=16)  # doctest: +SKIP
@@ -409,6 +414,7 @@ class ServiceClient:
 
         Raises:
             ValueError: Neither was given, or the path is not a `tinker://` path.
+            BadRequestError: The server has no such model; the message lists the ones there are.
 
         Example:
             >>> sampler = service.create_sampling_client(base_model="tinkex/tiny")  # doctest: +SKIP

@@ -257,7 +257,7 @@ class Session:
             reply = await self._try_both(functools.partial(self._post, op, request, options))
         else:
             reply = await self._post(op, request, options, self.transport.is_older or False)
-        return dialects.read_receipt(self.transport, op, reply, started)
+        return dialects.read_receipt(self.transport, dialects.called(op, request), reply, started)
 
     async def _post(self, op: Operation, request: Any, options: dict[str, Any], older: bool, **other: Any) -> Reply:
         spoken, body = await _written(op, request, older, self.client_config.proto_compress_fwdbwd)
@@ -359,7 +359,7 @@ async def _written(op: Operation, request: Any, older: bool, compress: bool) -> 
     if older:
         return await asyncio.to_thread(dialects.for_older, op, request)
     if dialects.is_pass(op):
-        return op, await asyncio.to_thread(dialects.write_pass, request, compress)
+        return dialects.called(op, request), await asyncio.to_thread(dialects.write_pass, request, compress)
     return op, codec.encode(request)
 
 

@@ -8,7 +8,6 @@ import math
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, get_args
 from urllib.parse import quote
 
@@ -242,6 +241,8 @@ class TrainingClient:
         self._outbox = Outbox(holder, first_seq_id)
         self._queue_states = QueueStateLogger("Training")
         self._loaded_tokenizer: Any = None
+        self._asking = asyncio.Lock()
+        self._known_tokenizer_id: str | None = None
 
     @property
     def holder(self) -> Session:
@@ -470,7 +471,7 @@ class TrainingClient:
         """Send a numbered request. One that cannot be sent, or is refused, has its number spent all the same."""
         try:
             async with self._outbox.budget.taken(self._size(request)):
-                receipt = await self._session.submit(op, request)
+                return await self._session.submit(op, request)
         except APIConnectionError:
             # It may have arrived or not. Whoever made the call need not wait until that is settled.
             runtime().task(self._spend(request.seq_id))
@@ -478,9 +479,6 @@ class TrainingClient:
         except Exception:
             await self._spend(request.seq_id)
             raise
-        if op is protocol.FORWARD_BACKWARD and request.forward_only:
-            return replace(receipt, op=protocol.FORWARD)
-        return receipt
 
     @staticmethod
     def _size(request: Any) -> int:
@@ -1027,6 +1025,13 @@ class TrainingClient:
         """Like `get_info`."""
         return await self._session.start(self._info())
 
+    async def _tokenizer_id(self) -> str:
+        """Whose tokenizer this run has, asked for once: it never changes. Whoever asks, it is on tinkex's loop."""
+        async with self._asking:
+            if self._known_tokenizer_id is None:
+                self._known_tokenizer_id = tokenizer_id_of(await self._info())
+            return self._known_tokenizer_id
+
     def get_tokenizer(
         self,
         *,
@@ -1034,7 +1039,7 @@ class TrainingClient:
         info_fun: Callable[[TrainingClient], Any] | None = None,
         load_fun: LoadFunction | None = None,
     ) -> Any:
-        """The tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`.
+        """The tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`. The server is asked once.
 
         Args:
             backend: "transformers" or "tokenizers"; the first that is installed by default.
@@ -1047,8 +1052,11 @@ class TrainingClient:
         Raises:
             ConfigurationError: It is neither on this machine nor can it be downloaded.
         """
-        info = self.get_info() if info_fun is None else info_fun(self)
-        return get_or_load_tokenizer(tokenizer_id_of(info), backend=backend, load_fun=load_fun)
+        if info_fun is None:
+            tokenizer_id = self._session.call(self._tokenizer_id).result()
+        else:
+            tokenizer_id = tokenizer_id_of(info_fun(self))
+        return get_or_load_tokenizer(tokenizer_id, backend=backend, load_fun=load_fun)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The tokens of a text, by this run's tokenizer; `options` are its own, e.g. `add_special_tokens`.
@@ -1088,7 +1096,7 @@ class TrainingClient:
     @unlisted
     async def get_tokenizer_async(self, *, backend: str | None = None, load_fun: LoadFunction | None = None) -> Any:
         """Like `get_tokenizer`."""
-        tokenizer_id = tokenizer_id_of(await self.get_info_async())
+        tokenizer_id = await self._session.call(self._tokenizer_id)
         return await asyncio.to_thread(get_or_load_tokenizer, tokenizer_id, backend=backend, load_fun=load_fun)
 
     def __repr__(self) -> str:

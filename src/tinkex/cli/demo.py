@@ -102,20 +102,22 @@ class Demo:
         temperature: float,
     ) -> list[list[SampledSequence]]:
         """Answers to problems, all asked at once."""
-        params = SamplingParams(
-            max_tokens=addition.MAX_ANSWER_TOKENS,
-            temperature=temperature,
-            stop=list(self.stop),
-            seed=self.random.getrandbits(31),
-        )
         with self.sampled.timing():
             futures = [
                 sampler.sample(ModelInput.from_ints(self.tokenizer.encode(addition.prompt(a, b))), samples, params)
-                for a, b in problems
+                for (a, b), params in zip(problems, self.draws(len(problems), temperature), strict=True)
             ]
             answers = [future.result().sequences for future in futures]
         self.sampled.tokens += sum(len(sequence.tokens) for group in answers for sequence in group)
         return answers
+
+    def draws(self, count: int, temperature: float) -> list[SamplingParams]:
+        """How to draw for so many prompts: each by a seed of its own, for with one seed their draws would be alike."""
+        limit, stop = addition.MAX_ANSWER_TOKENS, list(self.stop)
+        return [
+            SamplingParams(max_tokens=limit, temperature=temperature, stop=stop, seed=self.random.getrandbits(31))
+            for _ in range(count)
+        ]
 
     def text(self, sequence: SampledSequence) -> str:
         """A sample as text."""

@@ -380,6 +380,7 @@ async def retrieve_future(op: Operation, state: State, request: Request, call: C
         return Response(to_json({"queue_state": "active"}), status_code=408, media_type=codec.JSON)
     promise.touch()
     body = await encoding(promise, as_protobuf=codec.PROTOBUF in request.headers.get("accept", ""))
+    promise.size = len(body.data)
     if wanted.allow_metadata_only and len(body.data) > state.limits.announced_bytes:
         promise.kept = body
         announced = {"status": "complete_metadata", "response_payload_size": len(body.data)}

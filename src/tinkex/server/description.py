@@ -19,6 +19,7 @@ from tinkex._version import __version__
 from tinkex.protocol import (
     ASAMPLE,
     GET_CHECKPOINT_ARCHIVE,
+    HEALTHZ,
     OPERATIONS,
     PREFIX,
     RETRIEVE_FUTURE,
@@ -146,7 +147,7 @@ REASONS = {
     413: "The body is larger than this server takes.",
     429: "Too much is under way: wait as long as Retry-After says.",
     500: "A fault of the server, which has logged it.",
-    503: "The server is shutting down, or cannot write to its disk: ask again later.",
+    503: "The server is shutting down, or cannot write to its disk: ask again later. Or its engine has died.",
 }
 NAMES_A_THING = {"session_id", "model_id", "sampling_session_id", "request_id", "tinker_path", "source_path", "target"}
 MAY_BE_OVER = {"session_id", "model_id", "request_id", "target"}
@@ -234,7 +235,7 @@ def _statuses(op: Operation) -> list[int]:
         found.add(404)
     if fields & MAY_BE_OVER:
         found.add(410)
-    if op.traffic in ("train", "sample"):
+    if op.traffic in ("train", "sample") or op is HEALTHZ:
         found.add(503)
     if op in (ASAMPLE, STREAM_SAMPLE):
         found.add(429)

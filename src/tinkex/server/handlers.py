@@ -208,7 +208,8 @@ async def get_server_capabilities(state: State, call: Call) -> GetServerCapabili
 
 
 async def healthz(state: State, call: Call) -> HealthResponse:
-    """The server answers, so it is well."""
+    """The server answers, so it is well, unless the engine's thread has died."""
+    state.refuse_if_dead()
     return HealthResponse(status="ok")
 
 
@@ -227,6 +228,8 @@ async def create_model(state: State, call: Call) -> UntypedAPIFuture:
     await require_session(state, request.session_id)
     model_id = f"{request.session_id}:train:{request.model_seq_id}"
     lora = request.lora_config or LoraConfig(rank=DEFAULT_RANK)
+    if not call.is_replayed:
+        state.base_model(request.base_model)  # a name that is not there is refused at once, as for samplers
 
     async def creating() -> CreateModelResponse:
         optimizer = request.optimizer_config

@@ -24,6 +24,8 @@ logger = logging.getLogger("tinkex.server")
 KEEP_READ = 600.0
 JUST_READ = 60.0
 """A result that was read so lately may not have reached its reader."""
+KEEP_READ_BYTES = 256 << 20
+"""How much of what was read, and not so lately, is kept for a reader that comes again."""
 KEEP_UNREAD = 24 * 3600.0
 KEEP_GONE = 100_000
 """How many expired ids are told from unknown ones."""
@@ -66,6 +68,8 @@ class Promise:
     """Whether the result went out with the log's last word on it: once acknowledged, nobody will ask for it."""
     finished: float = 0.0
     read: float = 0.0
+    size: int = 0
+    """Bytes of the result as it was read."""
 
     def settle(self, result: Any) -> None:
         """Give the promise its result."""
@@ -231,8 +235,20 @@ class Promises:
                 continue
             if now - promise.finished > KEEP_UNREAD or (promise.read and now - promise.read > KEEP_READ):
                 self._forget(promise)
+        self._sweep_read(now)
         for request_id in list(self._gone)[:-KEEP_GONE]:
             del self._gone[request_id]
+
+    def _sweep_read(self, now: float) -> None:
+        """Forget the results that were read longest ago, beyond so many bytes."""
+        # Those read lately may have to be sent again, or be on their way to the disk.
+        read = [p for p in self._promises.values() if p.read and now - p.read > 2 * JUST_READ]
+        kept = 0
+        for promise in sorted(read, key=lambda promise: promise.read, reverse=True):
+            kept += promise.size
+            if kept > KEEP_READ_BYTES:
+                self._forget(promise)
+                promise.result = promise.kept = None  # a run may hold on to the promise until its next state
 
     def forget_session(self, session_id: str) -> None:
         """Drop everything of a session that is over for good."""

@@ -34,6 +34,7 @@ logger = logging.getLogger("tinkex.server")
 EXIT_SECONDS = 60.0
 """How long the end of a program waits for the engine."""
 CANCELLED = "the request was cancelled"
+STOPPED = "the server was stopped"
 TAKING_SECONDS = 0.05
 """So long may steps wait while operations are taken in: what has come together is begun together."""
 TRAINING, SAMPLING = "training", "sampling"
@@ -122,6 +123,8 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._ended = asyncio.Event()
+        self.failure: EngineError | None = None
+        """What is told to everyone once the thread has died."""
 
     def start(self) -> None:
         """Begin; must be called on the event loop that results go to."""
@@ -163,6 +166,8 @@ class Worker:
         future: asyncio.Future[Any] = self._loop.create_future()
         future.add_done_callback(_seen)
         self._tasks.put(_Task(function, args, future, run, job))
+        if self.failure is not None:  # else the thread takes it, or empties the queue after it has said so
+            _settle(future, self.failure)
         return future
 
     def sample(
@@ -192,8 +197,17 @@ class Worker:
 
     def _drop_cancelled(self) -> None:
         for job in [job for job in self._cancelled.copy() if job in self._samples]:
+            self._drop_sample(job, EngineError(CANCELLED))
+
+    def _drop_sample(self, job: str, why: Exception) -> None:
+        """Have a job fail; that the engine cannot drop it concerns no other."""
+        future = self._samples.pop(job)
+        try:
             self.engine.sample_cancel(job)
-            self._resolve(self._samples.pop(job), EngineError(CANCELLED))
+        except Exception:
+            logger.exception("the engine cannot drop the sample %s", job)
+        finally:
+            self._resolve(future, why)
 
     def cancel_samples(self, prefix: str) -> None:
         """Drop the jobs whose names begin so, started or not; they fail."""
@@ -201,8 +215,7 @@ class Worker:
 
     def _cancel(self, prefix: str) -> None:
         for job in [job for job in self._samples if job.startswith(prefix)]:
-            self.engine.sample_cancel(job)
-            self._resolve(self._samples.pop(job), EngineError("the session has ended"))
+            self._drop_sample(job, EngineError("the session has ended"))
 
     def _admit(
         self,
@@ -226,11 +239,18 @@ class Worker:
         return relay
 
     def _run(self) -> None:
-        while self._take():
-            if not self._stopping:
-                self._advance()
-        self._stop_all()
-        self._post(self._ended.set)
+        why = EngineError(STOPPED, "server")
+        try:
+            while self._take():
+                if not self._stopping:
+                    self._advance()
+        except BaseException as error:  # nobody else would hear of it, and everyone would wait for ever
+            logger.critical("the engine's thread has died; the server must be restarted", exc_info=True)
+            why = self.failure = _death(error)
+        try:
+            self._stop_all(why)
+        finally:
+            self._post(self._ended.set)
 
     def _take(self) -> bool:
         """Take what has been queued, and wait for something if there is nothing to do; false at the end."""
@@ -279,6 +299,9 @@ class Worker:
                 task.function()
             except Exception as error:
                 self._resolve(task.future, error)
+            except BaseException as error:
+                self._resolve(task.future, _death(error))
+                raise
             else:
                 self._passes[task.job] = task
                 self._open[run] += 1
@@ -301,20 +324,26 @@ class Worker:
             self._resolve(task.future, done.result)
             self._release(task.run)
 
-    def _stop_all(self) -> None:
-        stopped = EngineError("the server was stopped", "server")
-        self._fail_samples(stopped)
+    def _stop_all(self, why: EngineError) -> None:
         for task in [*self._passes.values(), *(task for tasks in self._waiting.values() for task in tasks)]:
-            self._resolve(task.future, stopped)
+            self._resolve(task.future, why)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (queued := self._tasks.get_nowait()) is not None:
+                    self._resolve(queued.future, why)
+        self._fail_samples(why)
 
     def _execute(self, task: _Task) -> None:
         if self._stopping:
-            self._resolve(task.future, EngineError("the server was stopped", "server"))
+            self._resolve(task.future, EngineError(STOPPED, "server"))
             return
         try:
             outcome = task.function(*task.args)
         except Exception as error:
             self._resolve(task.future, error)
+        except BaseException as error:
+            self._resolve(task.future, _death(error))
+            raise
         else:
             self._resolve(task.future, outcome)
 
@@ -330,10 +359,8 @@ class Worker:
             self._post(_settle_all, outcomes)
 
     def _fail_samples(self, error: Exception) -> None:
-        for job, future in self._samples.items():
-            self.engine.sample_cancel(job)
-            self._resolve(future, error)
-        self._samples.clear()
+        for job in list(self._samples):
+            self._drop_sample(job, error)
 
     def _resolve(self, future: asyncio.Future[Any], outcome: Any) -> None:
         self._post(_settle, future, outcome)
@@ -342,6 +369,11 @@ class Worker:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
             self._loop.call_soon_threadsafe(function, *args)
+
+
+def _death(error: BaseException) -> EngineError:
+    kind = type(error).__name__
+    return EngineError(f"the server's engine has died ({kind}): see the server's log, and restart it", "server")
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

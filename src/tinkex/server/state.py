@@ -374,6 +374,11 @@ class State:
         if self.promises.are_left:
             raise Refusal(503, "this server is shutting down; ask again", headers={"Retry-After": "1"})
 
+    def refuse_if_dead(self) -> None:
+        """Take nothing in that nobody would carry out; to ask again helps only after a restart."""
+        if self.worker.failure is not None:
+            raise Refusal(503, str(self.worker.failure), headers={"X-Should-Retry": "false"})
+
     async def drain(self) -> None:
         """Take nothing more in, and wait for what is under way: until it is done, or time is up."""
         self.is_draining = True

@@ -259,8 +259,9 @@ async def leave(state: State) -> None:
                     await settling
                 async with live.enforcing:  # one that was on its way
                     pass
-    except TimeoutError:
-        logger.warning("not every run could be put on disk in time; the next start takes them up from their journals")
+    except (TimeoutError, EngineError) as error:
+        why = str(error) or "it took too long"
+        logger.warning("not every run could be put on disk (%s); the next start takes them up from their journals", why)
 
 
 def _write_last_state(state: State, live: LiveRun) -> None:

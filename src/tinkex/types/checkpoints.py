@@ -110,7 +110,7 @@ class SaveWeightsForSamplerRequest(Record, frozen=True, kw_only=True):
 
 
 class SaveWeightsForSamplerResponse(Record, frozen=True, kw_only=True):
-    """Where the sampler checkpoint lies."""
+    """Where the sampler checkpoint lies. Calls leave `type` None, whatever the server says, as the official client."""
 
     path: str
     type: Literal["save_weights_for_sampler"] | None = None

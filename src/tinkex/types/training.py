@@ -362,7 +362,7 @@ class ForwardBackwardOutput(Wired):
             "loss_fn_outputs": [
                 {name: tensor.to_wire() for name, tensor in output.items()} for output in self.loss_fn_outputs
             ],
-            "metrics": self.metrics,
+            "metrics": in_order(self.metrics),
         }
 
     @classmethod
@@ -393,6 +393,15 @@ class ForwardBackwardOutput(Wired):
 
     def __reduce__(self) -> Any:
         return (type(self), (self.loss_fn_output_type, self.loss_fn_outputs, self.metrics))
+
+
+FIRST_METRICS = ("loss:sum", "tokens:sum")
+
+
+def in_order(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics in the order that both dialects give them in: the loss, the tokens, the others by name."""
+    first = [name for name in FIRST_METRICS if name in metrics]
+    return {name: metrics[name] for name in (*first, *sorted(metrics.keys() - set(first)))}
 
 
 def _read_tensor(value: Any) -> TensorData:
