@@ -44,6 +44,7 @@ class Hub:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer waits 40 ms for its second half
     hub: Hub
 
     def log_message(self, *args: Any) -> None:

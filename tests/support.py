@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 MODEL = "test/small"
 
 
+def listening(port: int = 0) -> socket.socket:
+    """A socket on a loopback port that asyncio answers through at once.
+
+    `socket.create_server` does not name the protocol, and asyncio then leaves small packets to be held back: 40 ms for
+    each answer.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(128)
+    return listener
+
+
 @contextmanager
 def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> Iterator[str]:
     """A real server on a loopback port, a free one by default, in a thread of its own."""
@@ -30,7 +43,7 @@ def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> It
 
     from tinkex.server.app import create_app
 
-    listener = socket.create_server(("127.0.0.1", port))
+    listener = listening(port)
     app = create_app(engine, data_dir, **options)
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

@@ -131,7 +131,7 @@ def test_a_shell_is_told_how_to_complete(shell: str) -> None:
 
 def test_commands_and_options_are_completed() -> None:
     words = {"_TINKEX_COMPLETE": "bash_complete", "COMP_WORDS": "tinkex ch", "COMP_CWORD": "1"}
-    assert tool(**words).stdout.splitlines() == ["plain,checkpoint"]
+    assert tool(**words).stdout.splitlines() == ["plain,chat", "plain,checkpoint"]
     words |= {"COMP_WORDS": "tinkex checkpoint set", "COMP_CWORD": "2"}
     assert tool(**words).stdout.splitlines() == ["plain,set-ttl"]
     words |= {"COMP_WORDS": "tinkex run list --acc", "COMP_CWORD": "3"}

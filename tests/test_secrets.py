@@ -529,6 +529,8 @@ def test_the_hubs_token_and_signed_addresses_are_told_to_nobody(
     hub: Hub, foreign: FaultyServer, everything: Everything, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", HF)
+    importlib.import_module("huggingface_hub.utils.logging")  # it sets its own level the first time
+    logging.getLogger("huggingface_hub").setLevel(logging.DEBUG)
     with (
         serving(FakeEngine(), tmp_path / "data", api_key=KEY) as url,
         ServiceClient(base_url=url, api_key=KEY) as service,
