@@ -48,7 +48,13 @@ def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> It
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    ready = threading.Event()
+    ready, stop, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
+
+    async def main_loop() -> None:
+        await server.on_tick(0)
+        await stop.wait()  # uvicorn's own looks ten times a second, and every test that has a server would wait for it
+
+    server.main_loop = main_loop  # type: ignore[method-assign]
 
     async def run() -> None:
         task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -57,13 +63,17 @@ def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> It
         ready.set()
         await task
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    def run_loop() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(run())
+
+    thread = threading.Thread(target=run_loop, daemon=True)
     thread.start()
     assert ready.wait(20)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        loop.call_soon_threadsafe(stop.set)
         thread.join(10)
 
 
