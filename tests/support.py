@@ -62,6 +62,9 @@ def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> It
             await asyncio.sleep(0.005)
         ready.set()
         await task
+        for late in list(server.server_state.connections):  # accepted while the server was going
+            late.transport.abort()
+        await asyncio.sleep(0)
 
     def run_loop() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:

@@ -202,6 +202,7 @@ def everything(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for module in ("transport", "futures", "downloads"):
         monkeypatch.setattr(f"tinkex.{module}.backoff", lambda *_, **__: 0.001)
+    monkeypatch.setattr("tinkex.telemetry.retry_delay", lambda *_: 0.001)
     levels = {name: logging.getLogger(name).level for name in ("", "tinkex", "aiohttp", "asyncio", "huggingface_hub")}
     for name in levels:
         logging.getLogger(name).setLevel(logging.DEBUG)
