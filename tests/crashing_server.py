@@ -157,7 +157,10 @@ def main() -> None:
     app = create_app(engine, data_dir, limits=Limits(drain_seconds=0.05))
     if kind == "flush":
         crash_at_call(int(number))
-    listener = socket.create_server(("127.0.0.1", port))
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(128)
     asyncio.run(run_app(app, listener, lambda: None))
 
 

@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 MODEL = "test/small"
 
 
+def listening(port: int = 0) -> socket.socket:
+    """A socket on a loopback port that asyncio answers through at once.
+
+    `socket.create_server` does not name the protocol, and asyncio then leaves small packets to be held back: 40 ms for
+    each answer.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(128)
+    return listener
+
+
 @contextmanager
 def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> Iterator[str]:
     """A real server on a loopback port, a free one by default, in a thread of its own."""
@@ -30,12 +43,18 @@ def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> It
 
     from tinkex.server.app import create_app
 
-    listener = socket.create_server(("127.0.0.1", port))
+    listener = listening(port)
     app = create_app(engine, data_dir, **options)
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    ready = threading.Event()
+    ready, stop, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
+
+    async def main_loop() -> None:
+        await server.on_tick(0)
+        await stop.wait()  # uvicorn's own looks ten times a second, and every test that has a server would wait for it
+
+    server.main_loop = main_loop  # type: ignore[method-assign]
 
     async def run() -> None:
         task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -43,14 +62,21 @@ def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> It
             await asyncio.sleep(0.005)
         ready.set()
         await task
+        for late in list(server.server_state.connections):  # accepted while the server was going
+            late.transport.abort()
+        await asyncio.sleep(0)
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    def run_loop() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(run())
+
+    thread = threading.Thread(target=run_loop, daemon=True)
     thread.start()
     assert ready.wait(20)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        loop.call_soon_threadsafe(stop.set)
         thread.join(10)
 
 

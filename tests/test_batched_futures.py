@@ -778,6 +778,7 @@ print("done with", tinker.__version__)
 """
 
 
+@pytest.mark.slow  # it does so only when a server asks it to, and ours does not
 def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
     serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:

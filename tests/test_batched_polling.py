@@ -554,7 +554,10 @@ async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-def test_five_thousand_samples_leave_nothing_behind(memory: Callable[[int], tuple[Memory, SamplingClient]]) -> None:
+@pytest.mark.parametrize("count", [2000, pytest.param(5000, marks=pytest.mark.slow)])
+def test_thousands_of_samples_leave_nothing_behind(
+    memory: Callable[[int], tuple[Memory, SamplingClient]], count: int
+) -> None:
     exchange, sampler = memory(500)
     start(_set(exchange.goes)).result(5)
 
@@ -562,7 +565,7 @@ def test_five_thousand_samples_leave_nothing_behind(memory: Callable[[int], tupl
         for _ in range(count // 500):
             tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(500)])
 
-    draw(4000)
+    draw(count - 1000)
     gc.collect()
     tracemalloc.start(1)
     try:
@@ -571,7 +574,7 @@ def test_five_thousand_samples_leave_nothing_behind(memory: Callable[[int], tupl
         assert tracemalloc.get_traced_memory()[0] < 100_000
     finally:
         tracemalloc.stop()
-    assert exchange.submitted == 5000
+    assert exchange.submitted == count
     assert left_behind(sampler) == {}
     assert sampler._poller is not None
     assert sampler._poller._fetched == []

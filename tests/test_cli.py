@@ -131,8 +131,8 @@ def test_a_shell_is_told_how_to_complete(shell: str) -> None:
 
 
 def test_commands_and_options_are_completed() -> None:
-    words = {"_TINKEX_COMPLETE": "bash_complete", "COMP_WORDS": "tinkex che", "COMP_CWORD": "1"}
-    assert tool(**words).stdout.splitlines() == ["plain,checkpoint"]
+    words = {"_TINKEX_COMPLETE": "bash_complete", "COMP_WORDS": "tinkex ch", "COMP_CWORD": "1"}
+    assert tool(**words).stdout.splitlines() == ["plain,chat", "plain,checkpoint"]
     words |= {"COMP_WORDS": "tinkex checkpoint set", "COMP_CWORD": "2"}
     assert tool(**words).stdout.splitlines() == ["plain,set-ttl"]
     words |= {"COMP_WORDS": "tinkex run list --acc", "COMP_CWORD": "3"}
@@ -194,6 +194,7 @@ def test_a_server_says_it_is_ready_serves_and_stops(serve: Serve, tmp_path: Path
     stopped(process, signal.SIGINT)
 
 
+@pytest.mark.slow  # as with a key on record, which is tried always
 def test_a_key_closes_the_server_and_a_signal_ends_it(serve: Serve) -> None:
     process = serve("--host", "0.0.0.0", TINKEX_SERVER_API_KEY="tml-secret")
     line, url = ready(process)
@@ -226,6 +227,7 @@ def test_a_server_that_is_told_to_stop_finishes_what_it_has_begun(serve: Serve) 
     assert process.wait(20) in (0, 130)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_told_to_stop_twice_ends_at_once(serve: Serve) -> None:
     process = serve("--drain-seconds", "60")
     wire = Wire(ready(process)[1])

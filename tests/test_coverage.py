@@ -21,8 +21,14 @@ def coverage() -> ModuleType:
     return module
 
 
-def test_every_marker_in_the_tests_names_a_requirement(coverage: ModuleType) -> None:
-    found = coverage.collect(ROOT / "tests")
+@pytest.fixture(scope="module")
+def found(coverage: ModuleType) -> dict[str, list[str]]:
+    """Which tests show what."""
+    shown: dict[str, list[str]] = coverage.collect(ROOT / "tests")
+    return shown
+
+
+def test_every_marker_in_the_tests_names_a_requirement(found: dict[str, list[str]]) -> None:
     assert found
     assert all(tests for tests in found.values())
 
@@ -73,8 +79,7 @@ def test_what_does_not_apply_is_a_requirement_and_says_why(coverage: ModuleType)
     assert all(len(reason) > 20 for reason in coverage.NOT_APPLICABLE.values())
 
 
-def test_every_weakness_has_a_test_of_its_name(coverage: ModuleType) -> None:
-    found = coverage.collect(ROOT / "tests")
+def test_every_weakness_has_a_test_of_its_name(found: dict[str, list[str]]) -> None:
     for number in (f"W{index:02}" for index in range(1, 28)):
         names = [test.split("::")[1] for test in found[number] if test.startswith("test_weaknesses.py::")]
         assert any(name.startswith(f"test_{number.lower()}_") for name in names), number

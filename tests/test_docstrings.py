@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import tinkex
+from tinkex import events, metrics
 
 MODULES = [
     "adapters.clients",
@@ -277,10 +278,15 @@ def test_the_rule_finds_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "adapters.peft"])
-def test_the_examples_in_docstrings_give_what_they_show(name: str) -> None:
+def test_the_examples_in_docstrings_give_what_they_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     home = module(name)
+    monkeypatch.setattr(metrics, "_shared", None)
+    before = {known.handler_id for known in events.handlers()}
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
     globs = {**vars(tinkex.types), **{key: getattr(tinkex, key) for key in tinkex.__all__}, **vars(home)}
     for example in finder.find(home, home.__name__, extraglobs=globs):
         runner.run(example)
+    for known in events.handlers():  # what an example has attached would be heard by all tests after it
+        if known.handler_id not in before:
+            events.detach(known.handler_id)
     assert runner.summarize(verbose=False).failed == 0

@@ -31,7 +31,7 @@ def _parameters() -> list[object]:
     return [pytest.param(page, id=name_of(page), marks=marks.get(name_of(page), [])) for page in RUNNABLE]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: others count the backends that are there
 def backend() -> Iterator[None]:
     """The embedded backend of `base_url="local"`, kept from one page to the next."""
     with tinkex.ServiceClient(base_url="local") as keeper:

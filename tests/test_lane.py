@@ -282,8 +282,9 @@ def test_training_and_sampling_share_the_time() -> None:
     assert spent["sample"] > 20
 
 
-def test_work_is_taken_in_between_steps_of_sampling() -> None:
+def test_work_is_taken_in_between_steps_of_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long sample does not hold up operations, and operations do not hold up a sample."""
+    monkeypatch.setattr("tinkex.server.scheduler.TAKING_SECONDS", 0.01)
     engine = sampling_engine(delay=0.001)
 
     async def body(worker: Worker) -> None:
@@ -291,7 +292,7 @@ def test_work_is_taken_in_between_steps_of_sampling() -> None:
         for _ in range(10):
             await worker.run(int)
         assert not sample.done()
-        slow = [worker.run(time.sleep, 0.06) for _ in range(60)]
+        slow = [worker.run(time.sleep, 0.015) for _ in range(60)]
         await sample
         assert not all(work.done() for work in slow)
 

@@ -202,6 +202,7 @@ def everything(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for module in ("transport", "futures", "downloads"):
         monkeypatch.setattr(f"tinkex.{module}.backoff", lambda *_, **__: 0.001)
+    monkeypatch.setattr("tinkex.telemetry.retry_delay", lambda *_: 0.001)
     levels = {name: logging.getLogger(name).level for name in ("", "tinkex", "aiohttp", "asyncio", "huggingface_hub")}
     for name in levels:
         logging.getLogger(name).setLevel(logging.DEBUG)
@@ -529,6 +530,8 @@ def test_the_hubs_token_and_signed_addresses_are_told_to_nobody(
     hub: Hub, foreign: FaultyServer, everything: Everything, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", HF)
+    importlib.import_module("huggingface_hub.utils.logging")  # it sets its own level the first time
+    logging.getLogger("huggingface_hub").setLevel(logging.DEBUG)
     with (
         serving(FakeEngine(), tmp_path / "data", api_key=KEY) as url,
         ServiceClient(base_url=url, api_key=KEY) as service,

@@ -780,6 +780,7 @@ print(json.dumps([seconds(theirs), seconds(ours)]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.covers("W22")
 def test_w22_prompts_are_encoded_cheaply() -> None:
     """A prompt of 32k tokens, from a list of ints to the bytes of its request: half of the official client's CPU."""

@@ -166,7 +166,7 @@ class _Hub:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Gives the library's requests a time limit, and takes secrets out of what its HTTP client logs of them.
+        """Gives the library's requests a time limit, and takes secrets out of what is logged of them.
 
         Its session is the whole process's, so both are done on the way. Our requests are known by the token; large
         files go to signed addresses that need none, by PUT, which nothing else here uses.
@@ -178,7 +178,9 @@ class _Hub:
             if request.method == "PUT" or request.headers.get("authorization") == f"Bearer {self._token}":
                 request.extensions = {**request.extensions, "timeout": limits}
 
-        loggers = [logging.getLogger(name) for name in (*logging.root.manager.loggerDict, "httpx") if _is_http(name)]
+        loggers = [
+            logging.getLogger(name) for name in (*logging.root.manager.loggerDict, "httpx") if _names_addresses(name)
+        ]
         hooks.append(limit)
         for logger in loggers:
             logger.addFilter(self._clean)
@@ -273,9 +275,9 @@ class _Hub:
         return RequestFailedError(f"the hub refused: {text}", "", "server", status_code=_status(error))
 
 
-def _is_http(logger: str) -> bool:
-    """Whether a logger is that of an HTTP client which huggingface_hub may use."""
-    return re.match(r"(httpx|httpcore|urllib3|requests)\d*(\.|$)", logger) is not None
+def _names_addresses(logger: str) -> bool:
+    """Whether a logger is huggingface_hub's, which names addresses too, or of an HTTP client that it may use."""
+    return re.match(r"((httpx|httpcore|urllib3|requests)\d*|huggingface_hub)(\.|$)", logger) is not None
 
 
 def _status(error: BaseException) -> int | None:
