@@ -87,6 +87,13 @@ def test_the_version() -> None:
     assert re.fullmatch(rf"tinkex {re.escape(tinkex.__version__)}( \([0-9a-f]+\))?\n", shown.stdout)
 
 
+def test_the_package_can_be_run_as_a_module() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "tinkex", "version", "--json"], capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(shown.stdout)["version"] == tinkex.__version__
+
+
 HEAVY = {"aiohttp", "asyncio", "msgspec", "numpy", "rich", "sqlite3", "starlette", "tinkex.config", "torch"}
 LOADED = """
 import atexit, sys
@@ -131,7 +138,7 @@ def test_a_shell_is_told_how_to_complete(shell: str) -> None:
 
 def test_commands_and_options_are_completed() -> None:
     words = {"_TINKEX_COMPLETE": "bash_complete", "COMP_WORDS": "tinkex ch", "COMP_CWORD": "1"}
-    assert tool(**words).stdout.splitlines() == ["plain,checkpoint"]
+    assert tool(**words).stdout.splitlines() == ["plain,chat", "plain,checkpoint"]
     words |= {"COMP_WORDS": "tinkex checkpoint set", "COMP_CWORD": "2"}
     assert tool(**words).stdout.splitlines() == ["plain,set-ttl"]
     words |= {"COMP_WORDS": "tinkex run list --acc", "COMP_CWORD": "3"}

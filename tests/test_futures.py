@@ -674,3 +674,10 @@ def test_what_is_put_into_an_inbox_together_wakes_the_loop_once_and_runs_in_orde
     loop.close()
     with pytest.raises(RuntimeError, match="closed"):
         inbox.put(loop, ran.append, 102)
+
+
+def test_a_future_that_is_taken_for_its_outcome_says_so() -> None:
+    future: Any = Future()
+    with pytest.raises(AttributeError, match=r"no attribute 'metrics': `.result\(\)`, or `await`"):
+        future.metrics  # noqa: B018
+    assert not hasattr(future, "_nothing")

@@ -105,7 +105,7 @@ def learned(chat: ChatFormat, rendered: Any) -> str:
 def test_a_run_leaves_its_metrics_its_options_its_checkpoints_and_a_plot(
     train: Callable[..., Result], data: Path, url: str
 ) -> None:
-    result = train(data, "--steps", 7, "--batch-size", 4, "--save-every", 3, "--eval-split", 0.2, "--format", "json")
+    result = train(data, "--steps", 7, "--batch-size", 4, "--save-every", 3, "--eval-split", 0.2, "--json")
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout)
     assert summary["status"] == "finished"
@@ -120,7 +120,7 @@ def test_a_run_leaves_its_metrics_its_options_its_checkpoints_and_a_plot(
     assert evaluated[7] < evaluated[4] < evaluated[0]
     config = json.loads((folder / "config.json").read_text())
     assert config["data"] == str(data)
-    assert (config["model"], config["base_url"], config["steps"]) == (TINY, url, 7)
+    assert (config["base_model"], config["base_url"], config["steps"]) == (TINY, url, 7)
     facts = json.loads((folder / "run.json").read_text())
     assert [saved["step"] for saved in facts["checkpoints"]] == [3, 6, 7]
     assert facts["checkpoints"][-1]["path"] == summary["state_path"]
@@ -624,7 +624,7 @@ def test_a_server_elsewhere_needs_the_name_of_a_model(
     with serving(FakeEngine(engine.base_models), tmp_path / "server") as address:
         result = train(data, "--base-url", address)
         assert result.exit_code == 2
-        assert f"--model is required with a server: {address}; it has {TINY}" in result.stderr
+        assert f"--base-model is required with a server: {address}; it has {TINY}" in result.stderr
         named = train(data, "--base-url", address, "--model", TINY, "--steps", 2)
         assert named.exit_code == 0, named.output
         assert f"tinkex/tiny at {address}" in named.stderr

@@ -1025,7 +1025,7 @@ async def _exchange_key(transport: Transport) -> dict[str, Any]:
     hello, headers = ClientConfigRequest(sdk_version=PROTOCOL_VERSION), _sdk_headers("whoami")
     config: ClientConfigResponse = await transport.call(protocol.CLIENT_CONFIG, hello, headers=headers)
     if not config.pjwt_auth_enabled:
-        raise RuntimeError("whoami needs a token, but the key is a plain one and the server gives no tokens for keys")
+        raise RuntimeError("whoami needs a token: there is none, and this server gives none in exchange for keys")
     token: AuthTokenResponse = await transport.call(protocol.AUTH_TOKEN, Empty(), headers=headers)
     return _claims(token.jwt)
 

@@ -29,6 +29,7 @@ from tinkex.cli.results import Outcome
 
 if TYPE_CHECKING:
     from tinkex.config import Config
+    from tinkex.errors import ConfigurationError
     from tinkex.transport import Reply, Transport
 
 Status: TypeAlias = Literal["ok", "warning", "error", "skipped"]
@@ -266,7 +267,7 @@ def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
     try:
         config = quick.config()
     except ConfigurationError as error:
-        trouble = Finding("key", "error", error.message, error.hint or "")
+        trouble = _trouble(error)
     local = config is not None and is_embedded(config.base_url)
     checks: list[Callable[[], Iterator[Finding]]] = [
         check_python,
@@ -293,6 +294,23 @@ def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
         rows = [(finding.status, finding.name, finding.detail, finding.fix) for finding in findings]
         print_table(_summary(findings), COLUMNS, rows)
     return Outcome(data, exit_code=1 if broken else 0)
+
+
+def _trouble(error: ConfigurationError) -> Finding:
+    """What stands in the way of a connection; where models run on this machine, having no server is no fault."""
+    from tinkex.cli.servers import server_url
+    from tinkex.config import LOCAL
+    from tinkex.errors import ConfigurationError
+    from tinkex.local import require_packages
+
+    if server_url(None, None) == LOCAL:
+        with contextlib.suppress(ConfigurationError):
+            require_packages()
+            found = (
+                "no key and no base URL: `train`, `chat` and `demo` compute inside this process, the others ask for one"
+            )
+            return Finding("key", "warning", found, error.hint or "")
+    return Finding("key", "error", error.message, error.hint or "")
 
 
 def _summary(findings: list[Finding]) -> str:
