@@ -761,11 +761,14 @@ def test_a_login_is_kept_for_its_owner_alone_and_forgotten(
     file = tmp_path / ".tinker" / "credentials.json"
     book = json.loads(file.read_text())
     assert (book["version"], book["default"]) == (1, "5")
-    assert book["keys"]["5"] == {"type": "manual", "key": "tml-secret", **{n: known[n] for n in known if n != "key_id"}}
+    kept = {"type": "manual", "key": "tml-secret", "base_url": faulty.base_url}
+    assert book["keys"]["5"] == kept | {name: known[name] for name in known if name != "key_id"}
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
     status = command("auth", "status", "--json").json
     assert (status["credentials"], status["source"], status["accessible"]) == (True, str(file), True)
+    assert faulty.seen[-1].headers["x-api-key"] == "tml-secret"
+    assert command("auth", "status", "--base-url", "local", "--json").json["credentials"] is False
     assert command("auth", "logout").out.startswith(f"Removed the key from {file}")
     assert not file.exists()
     assert command("auth", "logout").result.data["removed"] is False

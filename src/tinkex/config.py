@@ -398,8 +398,10 @@ def _address(settings: dict[str, Any]) -> str:
     """Where to go; and a check that there is a credential where one is needed."""
     url = str(settings.get("base_url") or "").rstrip("/")
     key = str(settings.get("api_key") or "").strip() or None
-    if key is None and not settings.get("credential_cmd") and not (url and is_open_address(url)):
-        key = stored_key()
+    if key is None and not settings.get("credential_cmd") and not is_embedded(url):
+        key = stored_key(server=url or None)
+        if key is None and url and not is_open_address(url):
+            key = stored_key()
     settings["api_key"] = key
     credential = key or settings.get("credential_cmd")
     if not url and not credential:

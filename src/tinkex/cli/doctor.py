@@ -210,7 +210,8 @@ def check_server(config: Config) -> Iterator[Finding]:
         yield Finding("server", "ok", found)
         yield _clock(reply, began + (dt.datetime.now(dt.UTC) - began) / 2)
     except (AuthenticationError, PermissionDeniedError) as error:
-        found = f"{config.base_url} answers, but refuses the key: {error.message}"
+        refused = "refuses the key" if config.api_key or config.credential_cmd else "lets nobody in without a key"
+        found = f"{config.base_url} answers, but {refused}: {error.message}"
         yield Finding("server", "error", found, "check TINKER_API_KEY, or run `tinkex auth login`")
     except (TinkerError, ValueError, AttributeError) as error:
         message = error.message if isinstance(error, TinkerError) else f"its answer makes no sense: {error}"
