@@ -513,6 +513,7 @@ def test_a_run_goes_on_with_its_own_options_and_examples_only(
 ) -> None:
     _at_step(engine, 2, _interrupt)
     assert train(data, *OPTIONS, "--output", "run").exit_code == 130
+    assert "holds a run already: go on with it by `tinkex" in train(data, *OPTIONS, "--output", "run").stderr
     other = train("--resume", "run", "--steps", 3)
     assert other.exit_code == 2
     assert "--steps has no effect with --resume" in other.stderr
@@ -526,7 +527,7 @@ def test_a_run_goes_on_with_its_own_options_and_examples_only(
     Path("moved.jsonl").write_text("".join(Path("moved.jsonl").read_text().splitlines(keepends=True)[:-1]))
     assert train("moved.jsonl", "--resume", "run").exit_code == 0
     assert "holds no run" in train("--resume", "nowhere").stderr
-    assert "holds a run already" in train("moved.jsonl", "--output", "run").stderr
+    assert "holds a finished run" in train("moved.jsonl", "--output", "run").stderr
 
 
 def test_the_weights_of_a_resumed_run_are_those_of_an_uninterrupted_one_to_the_bit(
@@ -616,6 +617,20 @@ def test_with_nothing_configured_it_is_this_process(monkeypatch: pytest.MonkeyPa
     (tmp_path / ".tinker").mkdir()
     (tmp_path / ".tinker" / "credentials.json").write_text('{"default": "a", "keys": {"a": {"key": "tml-x"}}}')
     assert server_url(None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [('[{"prompt": "a", "completion": "b"},\n{}]', "one JSON array"), ("a,b\nc,d", "tinkex train -h")],
+)
+def test_of_a_file_without_any_example_it_is_said_what_may_be_wrong(
+    train: Callable[..., Result], text: str, advice: str
+) -> None:
+    Path("examples").write_text(text)
+    result = train("examples")
+    assert result.exit_code == 1
+    assert advice in result.stderr.splitlines()[-1]
+    assert "--skip-bad" not in result.stderr
 
 
 def test_a_server_elsewhere_needs_the_name_of_a_model(

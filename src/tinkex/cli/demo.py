@@ -23,6 +23,7 @@ from rich.table import Table
 
 import tinkex
 from tinkex.cli.plot import plot
+from tinkex.cli.servers import API_KEY_HELP
 from tinkex.cli.terminal import plain_console
 from tinkex.config import is_embedded
 from tinkex.local import default_data_dir
@@ -31,6 +32,7 @@ from tinkex.types import AdamParams, Datum, ModelInput, SampledSequence, Samplin
 
 STORY = "Once upon a time"
 SHOWN = 6
+NARROW = 60
 
 
 @dataclass(frozen=True)
@@ -223,8 +225,12 @@ class _Bar:
 
 @contextlib.contextmanager
 def progress(console: Console, title: str, name: str) -> Iterator[_Bar]:
-    """A bar with count, time and the newest value."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    """A bar with count, time and the newest value; where there is no room for them, the count and the value."""
+    wide = console.width >= NARROW
+    columns = (
+        TextColumn("{task.description}"),
+        *((BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) if wide else (MofNCompleteColumn(),)),
+    )
     with Progress(*columns, TextColumn("{task.fields[value]}"), console=console) as shown:
         yield _Bar(shown, title, name)
 
@@ -235,10 +241,11 @@ def progress(console: Console, title: str, name: str) -> Iterator[_Bar]:
     metavar="URL",
     help='Server to run against.  [default: TINKER_BASE_URL, else "local": inside this process]',
 )
+@click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
 @click.option("--base-model", metavar="NAME", default="tinkex/tiny", show_default=True, help="Model to teach.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the problems and the samples.")
 @click.option("--quick", is_flag=True, help="A few small steps only: shows that everything runs, teaches little.")
-def demo(base_url: str | None, base_model: str, seed: int, quick: bool) -> None:
+def demo(base_url: str | None, api_key: str | None, base_model: str, seed: int, quick: bool) -> None:
     """Watch a small model learn to add, on this machine.
 
     A LoRA adapter learns two-digit addition, first from examples and then from rewards alone, and is tested on
@@ -251,7 +258,7 @@ def demo(base_url: str | None, base_model: str, seed: int, quick: bool) -> None:
         )  # better a question mark than a traceback where there are no such signs
     console = plain_console()
     began = time.perf_counter()
-    with tinkex.ServiceClient(base_url=url) as service:
+    with tinkex.ServiceClient(base_url=url, api_key=api_key) as service:
         with console.status("starting the embedded backend …" if is_embedded(url) else f"connecting to {url} …"):
             run = Demo(service, base_model, QUICK if quick else Recipe(), console, random.Random(seed))
         place = "inside this process" if is_embedded(url) else f"at {url}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import math
@@ -72,7 +73,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
         text = path.read_text()
         options = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
-        raise click.BadParameter(f"{path}: {error}", context, parameter) from None
+        reason = getattr(error, "strerror", None) or error
+        raise click.BadParameter(f"{path}: {reason}", context, parameter) from None
     known = {one.name: one for one in context.command.params if one.name not in ("config", "resume")}
     if not isinstance(options, dict):
         raise click.BadParameter(f"{path} holds no table of options", context, parameter)
@@ -347,7 +349,8 @@ class Command:
             self.note(f"… and {len(bad) - SHOWN:,} more")
         told = f"{len(bad):,} of {among} of {path} {'is' if len(bad) == 1 else 'are'} bad"
         if not self.options["skip_bad"]:
-            raise click.ClickException(f"{told}: nothing was trained (--skip-bad leaves bad lines out)")
+            advice = _whole_file(path) if len(bad) == lines else "--skip-bad leaves bad lines out"
+            raise click.ClickException(f"{told}: nothing was trained ({advice})")
         self.note(f"{told} and left out")
         if len(bad) == lines:
             raise click.ClickException(f"{path} has no good line: nothing was trained")
@@ -427,6 +430,9 @@ class Command:
         try:
             return RunFolder.create(place, config, facts)
         except FileExistsError:
+            with contextlib.suppress(ValueError):
+                if RunFolder.open(place).facts.get("sampler"):
+                    raise click.ClickException(f"{place} holds a finished run: give another --output") from None
             again = f"tinkex train --resume {shlex.quote(str(place))}"
             raise click.ClickException(f"{place} holds a run already: go on with it by `{again}`") from None
         except OSError as error:
@@ -576,6 +582,15 @@ class Command:
         ):
             if value:
                 shown.print(f"{title}: {value}", markup=False, soft_wrap=True)
+
+
+def _whole_file(path: Path) -> str:
+    """What may be wrong with a file of which no line is an example."""
+    with path.open("rb") as file:
+        begins = file.read(100).removeprefix(codecs.BOM_UTF8).lstrip()
+    if begins.startswith(b"["):
+        return f"it looks like one JSON array: `jq -c '.[]' {shlex.quote(str(path))}` writes its items one a line"
+    return "every line is to be one JSON object, a chat or a pair: see `tinkex train -h`"
 
 
 def _count(number: int, noun: str) -> str:
