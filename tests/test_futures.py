@@ -6,7 +6,10 @@ import asyncio
 import concurrent.futures
 import json
 import math
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -681,3 +684,19 @@ def test_a_future_that_is_taken_for_its_outcome_says_so() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'metrics': `.result\(\)`, or `await`"):
         future.metrics  # noqa: B018
     assert not hasattr(future, "_nothing")
+
+
+@pytest.mark.parametrize(
+    "line", ["tinkex.ServiceClient().get_server_capabilities()", "tinkex.RestClient().list_sessions().result()"]
+)
+def test_a_client_that_is_dropped_as_the_program_ends_leaves_no_noise(faulty: FaultyServer, line: str) -> None:
+    faulty.script("get_server_capabilities", Answer(body={"supported_models": []}))
+    faulty.script("sessions", Answer(body={"sessions": []}))
+    done = subprocess.run(
+        [sys.executable, "-c", f"import tinkex; {line}"],
+        env={**os.environ, "TINKER_BASE_URL": faulty.base_url},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -26,6 +26,7 @@ from tinkex.errors import APIResponseValidationError, ExperimentalWarning, Tinke
 from tinkex.futures import Future, start
 from tinkex.protocol import PROTOCOL_VERSION, Operation
 from tinkex.responses import wrapped
+from tinkex.runtime import runtime
 from tinkex.transport import Reply, Transport
 from tinkex.types.account import (
     AuditEventType,
@@ -1056,4 +1057,4 @@ async def _closing(transport: Transport | None) -> None:
 
 
 def _close(transport: Transport) -> None:
-    start(transport.close())
+    runtime().release(transport.close())
