@@ -180,7 +180,7 @@ def test_commands_change_the_conversation(talk: Chat) -> None:
         ("/frob", "there is no command /frob"),
         ("/undo", "nothing to take back"),
         ("/save", "needs the name of a file"),
-        ("/save nowhere/at/all", "cannot be written"),
+        ("/save conversation", "nothing to save"),
         ("/load nowhere", "cannot be read"),
         ("/load empty", "holds no conversation"),
         ("/load pair", "holds no conversation"),
@@ -191,6 +191,13 @@ def test_a_command_that_cannot_be_carried_out_says_why(talk: Chat, line: str, wo
     Path("pair").write_text('{"prompt": "a", "completion": "b"}')
     with pytest.raises(CommandError, match=words):
         talk.command(line)
+
+
+def test_a_conversation_that_cannot_be_written_is_told_of(talk: Chat) -> None:
+    talk.messages.append({"role": "user", "content": "one"})
+    with pytest.raises(CommandError, match="cannot be written"):
+        talk.command("/save nowhere/at/all")
+    assert talk.command("/save here") == "saved 1 message to here"
 
 
 def test_an_interrupt_ends_the_answer_and_keeps_the_conversation(talk: Chat, engine: FakeEngine) -> None:
@@ -250,7 +257,7 @@ def test_a_backslash_continues_a_message_and_the_end_of_input_leaves(
     converse(talk, "one\\\ntwo\n\n/frob\n/undo\nthree\n", monkeypatch)
     assert [message["content"] for message in talk.messages if message["role"] == "user"] == ["three"]
     assert told[1].startswith("there is no command /frob")
-    assert told[2] == "taken back; 0 messages are left"
+    assert told[2] == "taken back; 0 messages left"
     assert told[-1].startswith("(cut off: --max-tokens")
     assert talk.messages[-1]["content"] in capsys.readouterr().out
 

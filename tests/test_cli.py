@@ -88,6 +88,13 @@ def test_the_version() -> None:
     assert re.fullmatch(rf"tinkex {re.escape(tinkex.__version__)}( \([0-9a-f]+\))?\n", shown.stdout)
 
 
+def test_the_package_can_be_run_as_a_module() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "tinkex", "version", "--json"], capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(shown.stdout)["version"] == tinkex.__version__
+
+
 HEAVY = {"aiohttp", "asyncio", "msgspec", "numpy", "rich", "sqlite3", "starlette", "tinkex.config", "torch"}
 LOADED = """
 import atexit, sys

@@ -137,6 +137,8 @@ def test_every_command_has_help(command: Command) -> None:
     [
         (("nothing",), "Usage: tinkex [OPTIONS]", "No such command 'nothing'"),
         (("run", "nothing"), "Usage: tinkex run ", "No such command 'nothing'"),
+        (("chekpoint", "list"), "Usage: tinkex [OPTIONS]", "No such command 'chekpoint'. Did you mean 'checkpoint'?"),
+        (("checkpoint", "lst"), "Usage: tinkex checkpoint ", "Did you mean 'list'?"),
         (("run", "list", "--nothing"), "Usage: tinkex run list", "--nothing"),
         (("run", "list", "--limit", "many"), "Usage: tinkex run list", "'many' is not a valid integer"),
         (("run", "list", "one", "two"), "Usage: tinkex run list", "(one two)"),
@@ -310,6 +312,7 @@ def test_json_has_stdout_for_itself(command: Command, here: str) -> None:
     assert shown.json["sequences"][0].keys() == {"tokens", "logprobs", "stop_reason"}
     assert shown.json["type"] == "sample"
     assert shown.err == "Starting sampling...\nSampling complete (1 sequences)\n"
+    assert command("--format", "json", *SAMPLE, "--prompt", "Once upon").json == shown.json
 
 
 @pytest.mark.covers("1.16.4")
@@ -559,7 +562,8 @@ def test_runs_are_listed_and_looked_up(command: Command, here: str, run_id: str)
     text = command("run", "info", run_id).out
     assert text.startswith(f"{run_id} ({MODEL})\nOwner: local\nLoRA: Yes\nRank: 4\nStatus: Active\n")
     assert "Last training checkpoint: weights/two\n" in text
-    assert f"  Path: tinker://{run_id}/sampler_weights/three\n" in text
+    assert f"  Path: tinker://{run_id}/weights/two\nLast sampler checkpoint: sampler_weights/three\n" in text
+    assert f"  Path: tinker://{run_id}/sampler_weights/three\nMetadata" in text
     assert text.endswith("Metadata: who=ada\n")
     assert command("run", "info", "nothing").code == 1
 
@@ -757,11 +761,14 @@ def test_a_login_is_kept_for_its_owner_alone_and_forgotten(
     file = tmp_path / ".tinker" / "credentials.json"
     book = json.loads(file.read_text())
     assert (book["version"], book["default"]) == (1, "5")
-    assert book["keys"]["5"] == {"type": "manual", "key": "tml-secret", **{n: known[n] for n in known if n != "key_id"}}
+    kept = {"type": "manual", "key": "tml-secret", "base_url": faulty.base_url}
+    assert book["keys"]["5"] == kept | {name: known[name] for name in known if name != "key_id"}
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
     status = command("auth", "status", "--json").json
     assert (status["credentials"], status["source"], status["accessible"]) == (True, str(file), True)
+    assert faulty.seen[-1].headers["x-api-key"] == "tml-secret"
+    assert command("auth", "status", "--base-url", "local", "--json").json["credentials"] is False
     assert command("auth", "logout").out.startswith(f"Removed the key from {file}")
     assert not file.exists()
     assert command("auth", "logout").result.data["removed"] is False
@@ -824,7 +831,7 @@ def test_usage_is_shown_flat_and_as_csv(command: Command, here: str, run_id: str
     assert command("billing", "usage", "never", "ever").code == 1
     storage = command("billing", "checkpoint-storage", "--json").json
     assert storage["data"][0]["checkpoint_count"] >= 3
-    assert command("billing", "checkpoint-storage").out.startswith("Checkpoint storage (1 rows)\n")
+    assert command("billing", "checkpoint-storage").out.startswith("Checkpoint storage (1 row)\n")
     assert command("billing", "checkpoint-storage", "--csv", "-").out.startswith("project_id,")
 
 

@@ -14,6 +14,7 @@ from tinkex.cli import output, progress
 from tinkex.cli.output import Column, expiry, lora, print_fields, print_table, printable, size, status, when, write_file
 from tinkex.cli.progress import fetch_pages, remaining, transfer
 from tinkex.cli.results import CommandError
+from tinkex.cli.terminal import plain_console
 from tinkex.types.checkpoints import Cursor
 
 NOW = dt.datetime(2026, 3, 11, tzinfo=dt.UTC)
@@ -137,6 +138,25 @@ def test_where_no_table_fits_rows_become_records_with_whole_ids(
     terminal(30)
     print_table("Things (2/2)", COLUMNS, [(LONG, "1 B", "fine"), ("x", "2 B", "")])
     assert capsys.readouterr().out == (f"Things (2/2)\n\nID    {LONG}\nSize  1 B\nNote  fine\n\nID    x\nSize  2 B\n")
+
+
+def test_a_row_with_a_heading_takes_few_lines_and_its_heading_is_never_folded(
+    terminal: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = (Column("ID", folds=True, repeats=True), Column("Size"), Column("Made"), Column("Path", heads=True))
+    rows = [("one", "1 B", "just now", f"{LONG}/one"), ("two", "2 B", "2 hours ago", f"{LONG}/two")]
+    terminal(60)
+    print_table("Things (2/2)", columns, rows)
+    few = f"{LONG}/one\n  Size 1 B  Made just now\n{LONG}/two\n  Size 2 B  Made 2 hours ago\n"
+    assert capsys.readouterr().out == f"Things (2/2)\n{few}"
+    terminal(20)
+    print_table("Things (1/1)", columns, rows[1:])
+    assert capsys.readouterr().out == f"Things (1/1)\n{LONG}/two\n  Size 2 B\n  Made 2 hours ago\n"
+
+
+def test_a_console_shows_the_id_of_a_run_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    plain_console().print("0a1b:train:0 and :smile:", markup=False)
+    assert capsys.readouterr().out == "0a1b:train:0 and :smile:\n"
 
 
 def test_colour_is_left_out_where_it_is_not_wanted(

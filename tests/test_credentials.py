@@ -100,6 +100,12 @@ def test_the_stored_key_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.M
     (folder / "credentials.json").write_text(json.dumps(stored))
     assert Config.resolve().api_key == "tml-stored"
     assert Config.resolve(base_url="http://localhost:1").api_key is None  # it is for the service, not for this machine
+    assert Config.resolve(base_url="https://example.com").api_key == "tml-stored"
+    stored["keys"]["5"]["base_url"] = "http://localhost:1"  # type: ignore[index]
+    (folder / "credentials.json").write_text(json.dumps(stored))
+    assert Config.resolve(base_url="http://localhost:1/").api_key == "tml-stored"  # from a login at that server …
+    assert Config.resolve(base_url="http://localhost:2").api_key is None  # … and for no other
+    assert stored_key() is None
     monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "echo tml-cmd")
     assert Config.resolve().api_key is None
     monkeypatch.setenv("TINKER_API_KEY", "tml-env")

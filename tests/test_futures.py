@@ -6,7 +6,10 @@ import asyncio
 import concurrent.futures
 import json
 import math
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -674,3 +677,26 @@ def test_what_is_put_into_an_inbox_together_wakes_the_loop_once_and_runs_in_orde
     loop.close()
     with pytest.raises(RuntimeError, match="closed"):
         inbox.put(loop, ran.append, 102)
+
+
+def test_a_future_that_is_taken_for_its_outcome_says_so() -> None:
+    future: Any = Future()
+    with pytest.raises(AttributeError, match=r"no attribute 'metrics': `.result\(\)`, or `await`"):
+        future.metrics  # noqa: B018
+    assert not hasattr(future, "_nothing")
+
+
+@pytest.mark.parametrize(
+    "line", ["tinkex.ServiceClient().get_server_capabilities()", "tinkex.RestClient().list_sessions().result()"]
+)
+def test_a_client_that_is_dropped_as_the_program_ends_leaves_no_noise(faulty: FaultyServer, line: str) -> None:
+    faulty.script("get_server_capabilities", Answer(body={"supported_models": []}))
+    faulty.script("sessions", Answer(body={"sessions": []}))
+    done = subprocess.run(
+        [sys.executable, "-c", f"import tinkex; {line}"],
+        env={**os.environ, "TINKER_BASE_URL": faulty.base_url},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import gc
 import threading
 import time
@@ -167,9 +168,32 @@ def test_a_backend_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "file") as backend:
         service = ServiceClient(base_url=backend.base_url)
-        with pytest.raises(Exception, match="file"):
+        with pytest.raises(tinkex.errors.ConfigurationError, match=r"data directory .*file cannot be used: ") as raised:
             service.get_server_capabilities()
+        assert "TINKEX_DATA_DIR" in str(raised.value)
         service.close().result(10)
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(method: str, subject: str) -> None:
+        if method == "save":
+            raise full.pop()
+
+    engine = FakeEngine()
+    engine.fail = fail
+    full: list[Exception] = [OSError(errno.ENOSPC, "x"), ValueError("I/O error: No space left on device (os error 28)")]
+    with (
+        LocalBackend(engine=engine, data_dir=tmp_path) as backend,
+        ServiceClient(base_url=backend.base_url) as service,
+    ):
+        client = service.create_lora_training_client(engine.models()[0].name, rank=4)
+        for name in ("a", "b"):
+            with pytest.raises(
+                tinkex.RequestFailedError, match=f"weights/{name} was not saved: the server's disk is full"
+            ):
+                client.save_state(name).result()
+    assert not caplog.records
+    assert not list(tmp_path.rglob(".saving-*"))
 
 
 def test_a_key_works_in_process_too(tmp_path: Path) -> None:

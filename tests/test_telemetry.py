@@ -764,6 +764,13 @@ def test_data_is_written_as_json_has_it(given: Any, written: Any, make: Make) ->
     json.dumps(post.requests[0].model_dump(mode="json"), allow_nan=False)
 
 
+def test_the_name_of_an_operation_hides_no_message() -> None:
+    told = "get_api_key: cannot reach 127.0.0.1:9"
+    assert Scrubber().text(told) == told
+    assert Scrubber().text("api_key: abcdefgh") == "api_key: [REDACTED]"
+    assert "tml-" not in Scrubber().text("get_api_key: tml-abc is refused")
+
+
 def test_large_data_is_cut() -> None:
     scrubber = Scrubber()
     wide = scrubber.mapping({str(number): number for number in range(1000)})

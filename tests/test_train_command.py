@@ -105,7 +105,7 @@ def learned(chat: ChatFormat, rendered: Any) -> str:
 def test_a_run_leaves_its_metrics_its_options_its_checkpoints_and_a_plot(
     train: Callable[..., Result], data: Path, url: str
 ) -> None:
-    result = train(data, "--steps", 7, "--batch-size", 4, "--save-every", 3, "--eval-split", 0.2, "--format", "json")
+    result = train(data, "--steps", 7, "--batch-size", 4, "--save-every", 3, "--eval-split", 0.2, "--json")
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout)
     assert summary["status"] == "finished"
@@ -120,7 +120,7 @@ def test_a_run_leaves_its_metrics_its_options_its_checkpoints_and_a_plot(
     assert evaluated[7] < evaluated[4] < evaluated[0]
     config = json.loads((folder / "config.json").read_text())
     assert config["data"] == str(data)
-    assert (config["model"], config["base_url"], config["steps"]) == (TINY, url, 7)
+    assert (config["base_model"], config["base_url"], config["steps"]) == (TINY, url, 7)
     facts = json.loads((folder / "run.json").read_text())
     assert [saved["step"] for saved in facts["checkpoints"]] == [3, 6, 7]
     assert facts["checkpoints"][-1]["path"] == summary["state_path"]
@@ -513,6 +513,7 @@ def test_a_run_goes_on_with_its_own_options_and_examples_only(
 ) -> None:
     _at_step(engine, 2, _interrupt)
     assert train(data, *OPTIONS, "--output", "run").exit_code == 130
+    assert "holds a run already: go on with it by `tinkex" in train(data, *OPTIONS, "--output", "run").stderr
     other = train("--resume", "run", "--steps", 3)
     assert other.exit_code == 2
     assert "--steps has no effect with --resume" in other.stderr
@@ -526,7 +527,7 @@ def test_a_run_goes_on_with_its_own_options_and_examples_only(
     Path("moved.jsonl").write_text("".join(Path("moved.jsonl").read_text().splitlines(keepends=True)[:-1]))
     assert train("moved.jsonl", "--resume", "run").exit_code == 0
     assert "holds no run" in train("--resume", "nowhere").stderr
-    assert "holds a run already" in train("moved.jsonl", "--output", "run").stderr
+    assert "holds a finished run" in train("moved.jsonl", "--output", "run").stderr
 
 
 def test_the_weights_of_a_resumed_run_are_those_of_an_uninterrupted_one_to_the_bit(
@@ -618,13 +619,27 @@ def test_with_nothing_configured_it_is_this_process(monkeypatch: pytest.MonkeyPa
     assert server_url(None, None) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [('[{"prompt": "a", "completion": "b"},\n{}]', "one JSON array"), ("a,b\nc,d", "tinkex train -h")],
+)
+def test_of_a_file_without_any_example_it_is_said_what_may_be_wrong(
+    train: Callable[..., Result], text: str, advice: str
+) -> None:
+    Path("examples").write_text(text)
+    result = train("examples")
+    assert result.exit_code == 1
+    assert advice in result.stderr.splitlines()[-1]
+    assert "--skip-bad" not in result.stderr
+
+
 def test_a_server_elsewhere_needs_the_name_of_a_model(
     train: Callable[..., Result], data: Path, tmp_path: Path, engine: FakeEngine
 ) -> None:
     with serving(FakeEngine(engine.base_models), tmp_path / "server") as address:
         result = train(data, "--base-url", address)
         assert result.exit_code == 2
-        assert f"--model is required with a server: {address}; it has {TINY}" in result.stderr
+        assert f"--base-model is required with a server: {address}; it has {TINY}" in result.stderr
         named = train(data, "--base-url", address, "--model", TINY, "--steps", 2)
         assert named.exit_code == 0, named.output
         assert f"tinkex/tiny at {address}" in named.stderr

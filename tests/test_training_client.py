@@ -489,7 +489,7 @@ def test_a_run_needs_something_to_train(service: ServiceClient) -> None:
 
 
 def test_a_wrong_model_name_lists_the_ones_there_are(service: ServiceClient) -> None:
-    with pytest.raises(tinkex.RequestFailedError, match=r"'flake'.*: fake"):
+    with pytest.raises(tinkex.BadRequestError, match=r"'flake'.*: fake"):
         service.create_lora_training_client("flake")
     with pytest.raises(tinkex.BadRequestError, match=r"'flake'.*: fake"):
         service.create_sampling_client(base_model="flake")

@@ -5,6 +5,7 @@ Names are resolved when first used, so that importing the package costs next to 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -464,7 +465,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"tinkex.{name}")
     home = _ALIASES.get(name, name)
     if home not in _HOME_OF:
-        raise AttributeError(f"module 'tinkex' has no attribute {name!r}")
+        # With name and module, so that Python says what may have been meant.
+        raise AttributeError(f"module 'tinkex' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = getattr(import_module(_HOME_OF[home]), home)
     globals()[name] = value
     return value

@@ -185,8 +185,8 @@ class Config:
         if not is_embedded(self.base_url) and not is_address(self.base_url):
             shown = self.base_url.rpartition("@")[2]
             raise ConfigurationError(
-                f"invalid base_url: {shown!r} is not an http(s) address without a password in it",
-                hint='give a full URL, or "local"',
+                f"invalid base_url: {shown!r} is no address that begins with http:// or https:// and holds no password",
+                hint='give a full URL such as http://127.0.0.1:8000, or "local"',
             )
         known = not self.api_key or self.api_key.startswith((KEY_PREFIX, TOKEN_PREFIX))
         if not known and not is_open_address(self.base_url):
@@ -398,8 +398,10 @@ def _address(settings: dict[str, Any]) -> str:
     """Where to go; and a check that there is a credential where one is needed."""
     url = str(settings.get("base_url") or "").rstrip("/")
     key = str(settings.get("api_key") or "").strip() or None
-    if key is None and not settings.get("credential_cmd") and not (url and is_open_address(url)):
-        key = stored_key()
+    if key is None and not settings.get("credential_cmd") and not is_embedded(url):
+        key = stored_key(server=url or None)
+        if key is None and url and not is_open_address(url):
+            key = stored_key()
     settings["api_key"] = key
     credential = key or settings.get("credential_cmd")
     if not url and not credential:

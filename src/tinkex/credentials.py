@@ -32,12 +32,20 @@ def credentials_file() -> Path:
     return Path("~/.tinker/credentials.json").expanduser()
 
 
-def stored_key(path: Path | None = None) -> str | None:
-    """The default key of the credentials file; None when there is none that can be read."""
+def stored_key(path: Path | None = None, *, server: str | None = None) -> str | None:
+    """The default key of the credentials file; None when there is none that can be read.
+
+    A login at a server of one's own leaves a key for that one alone.
+
+    Args:
+        path: The file; by default the user's.
+        server: An address; only a key that a login has left for it counts. None: only one that is for no such server.
+    """
     try:
         stored = json.loads((path or credentials_file()).read_text())
-        key = stored["keys"][stored["default"]]["key"]
-    except (OSError, ValueError, KeyError, TypeError):
+        entry = stored["keys"][stored["default"]]
+        key = entry["key"] if entry.get("base_url") == server else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return key if isinstance(key, str) and key else None
 

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
@@ -93,6 +93,15 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             if self.done():
                 raise
             raise TimeoutError(f"not done after {timeout} s; the work goes on, result() can be called again") from None
+
+    if not TYPE_CHECKING:  # a checker would take it that every name is there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what was forgotten: only names that are not there come here."""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_"):
+                message += ": `.result()`, or `await`, gives the outcome of the call"
+            raise AttributeError(message, name=name, obj=self)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Block until the outcome is there and return its error, if it is one.

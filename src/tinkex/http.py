@@ -22,6 +22,7 @@ from tinkex.config import Config
 from tinkex.futures import Future, start
 from tinkex.protocol import PREFIX, Operation
 from tinkex.responses import wrapped
+from tinkex.runtime import runtime
 from tinkex.streams import Stream
 from tinkex.transforms import OMIT, Omit, transform
 from tinkex.transport import Reply, Transport
@@ -320,7 +321,7 @@ class EventStream(Stream[Any]):
 
 def _close(transport: Transport) -> None:
     """What becomes of the connections of a client that was dropped."""
-    start(transport.close())
+    runtime().release(transport.close())
 
 
 def _check(method: Method, options: RequestOptions) -> None:

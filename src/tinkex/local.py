@@ -314,6 +314,23 @@ class _AsgiRequest:
             raise TimeoutError(f"no answer within {timeout:g} s") from None
 
 
+def unusable(data_dir: Path, error: Exception) -> ConfigurationError:
+    """What to tell of a data directory that cannot be used.
+
+    Args:
+        data_dir: The directory.
+        error: Why it cannot.
+
+    Returns:
+        The error, to be raised.
+    """
+    reason = getattr(error, "strerror", None) or str(error)
+    return ConfigurationError(
+        f"the data directory {data_dir} cannot be used: {reason}",
+        hint="make room or give leave to write there, or set TINKEX_DATA_DIR to another directory",
+    )
+
+
 class LocalBackend:
     """A server and engine inside this process.
 
@@ -356,7 +373,7 @@ class LocalBackend:
             What requests go through.
 
         Raises:
-            ConfigurationError: The backend is closed.
+            ConfigurationError: The backend is closed, or its data directory cannot be used.
         """
         if self._exchange is not None:
             return self._exchange
@@ -373,9 +390,14 @@ class LocalBackend:
     def _build(self) -> Any:
         engine = self._engine or make_engine(self._models)
         publish_tokenizers(engine)
+        import sqlite3
+
         from tinkex.server.app import create_app
 
-        return create_app(engine, self.data_dir, embedded=True, **self._options)
+        try:
+            return create_app(engine, self.data_dir, embedded=True, **self._options)
+        except (OSError, sqlite3.Error) as error:
+            raise unusable(self.data_dir, error) from error
 
     async def aclose(self) -> None:
         """Stop; what was saved stays."""

@@ -36,8 +36,9 @@ SHORTEST_SECRET = 4
 CUT = "…"
 
 # A name that says what follows it: in headers, queries, settings, and the printed forms of mappings and of pairs.
+# But after `get_api_key:`, which is an operation, a message follows.
 _NAMED = (
-    r"(?:api[-_]?key|access[-_]?key(?:[-_]?id)?|private[-_]?key|secret|passw(?:or)?d|passphrase|credentials?|"
+    r"(?:(?<!\bget_)(?<!\bdelete_)api[-_]?key|access[-_]?key(?:[-_]?id)?|private[-_]?key|secret|passw(?:or)?d|passphrase|credentials?|"
     r"(?:access|auth|bearer|csrf|hf|id|refresh|security|session)[-_]?token|\btoken|\bjwt|\bsig(?:nature)?)"
 )
 _WHOLE_LINE = r"(?:authorization|cookie)"

@@ -28,6 +28,7 @@ from tinkex.errors import APIResponseValidationError, ExperimentalWarning, Tinke
 from tinkex.futures import Future, retrieve, start
 from tinkex.protocol import PROTOCOL_VERSION, Operation
 from tinkex.responses import wrapped
+from tinkex.runtime import runtime
 from tinkex.transport import Reply, Transport
 from tinkex.types.account import (
     AuditEventType,
@@ -1057,7 +1058,7 @@ async def _exchange_key(transport: Transport) -> dict[str, Any]:
     hello, headers = ClientConfigRequest(sdk_version=PROTOCOL_VERSION), _sdk_headers("whoami")
     config: ClientConfigResponse = await transport.call(protocol.CLIENT_CONFIG, hello, headers=headers)
     if not config.pjwt_auth_enabled:
-        raise RuntimeError("whoami needs a token, but the key is a plain one and the server gives no tokens for keys")
+        raise RuntimeError("whoami needs a token: there is none, and this server gives none in exchange for keys")
     token: AuthTokenResponse = await transport.call(protocol.AUTH_TOKEN, Empty(), headers=headers)
     return _claims(token.jwt)
 
@@ -1088,4 +1089,4 @@ async def _closing(transport: Transport | None) -> None:
 
 
 def _close(transport: Transport) -> None:
-    start(transport.close())
+    runtime().release(transport.close())

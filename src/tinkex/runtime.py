@@ -80,6 +80,7 @@ class Runtime:
         self._pid = os.getpid()
         self._inbox = Inbox()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
         self._closers: list[weakref.WeakMethod[Callable[[], Coroutine[Any, Any, None]]]] = []
         self._thread = threading.Thread(target=self._run, name="tinkex", daemon=True)
         self._thread.start()
@@ -100,8 +101,26 @@ class Runtime:
         self._closers.append(closer)
         self._closers = [kept for kept in self._closers if kept() is not None]
 
+    def release(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that lets something go; the loop does not stop before that is done, or has had its time."""
+        if self.stopped:
+            coroutine.close()
+            return
+        self.call(self._release, coroutine)
+
+    def _release(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self.task(coroutine)
+        self._releases.add(task)
+        task.add_done_callback(self._released)
+
+    def _released(self, task: asyncio.Task[None]) -> None:
+        self._releases.discard(task)
+        if not task.cancelled():
+            task.exception()  # mark as seen: whoever could be told is gone
+
     async def _wind_up(self) -> None:
         closers = [asyncio.ensure_future(method()) for closer in self._closers if (method := closer()) is not None]
+        closers += self._releases
         if closers:
             await asyncio.wait(closers, timeout=CLOSE_SECONDS)
         self.stopped = True

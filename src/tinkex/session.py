@@ -376,7 +376,7 @@ def shadow_of(config: Config, session_id: str) -> Session:
 
 
 def _close_transport(transport: Transport, reporters: list[Reporter]) -> None:
-    start(_let_go(transport, reporters))
+    runtime().release(_let_go(transport, reporters))
 
 
 async def _let_go(transport: Transport, reporters: list[Reporter]) -> None:

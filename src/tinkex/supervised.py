@@ -341,7 +341,11 @@ class RunFolder:
         try:
             config, facts = (json.loads((place / name).read_text()) for name in ("config.json", "run.json"))
             facts["checkpoints"] = list(facts["checkpoints"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise ValueError(
+                f"{place} holds no run that could be taken up: {error.filename}: {error.strerror or error}"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{place} holds no run that could be taken up: {error}") from None
         return cls(place, config, facts)
 

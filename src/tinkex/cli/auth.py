@@ -85,6 +85,8 @@ def login(as_json: bool, connection: Connection) -> Outcome:
     with asked.rest() as rest:
         known = _describe(rest)
     entry = {"type": "manual", "key": key, "name": known.name, "note": known.note, "details": known.details}
+    if url != HOSTED_URL:
+        entry["base_url"] = url  # it is sent there and nowhere else
     book["keys"][str(known.key_id)] = entry
     book["default"] = str(known.key_id)
     write_credentials(path, book)
@@ -95,7 +97,7 @@ def login(as_json: bool, connection: Connection) -> Outcome:
     else:
         click.echo(f"Logged in as {who or known.name or known.key_id}; the key is kept in {path}")
         if url != HOSTED_URL:
-            click.echo(f"It was checked with {url}: set TINKER_BASE_URL to go there.", err=True)
+            click.echo(f"It is for {url} alone: set TINKER_BASE_URL, or give --base-url, to go there.", err=True)
     return Outcome(data, known)
 
 
@@ -165,7 +167,9 @@ def logout(as_json: bool, connection: Connection) -> Outcome:
     if as_json:
         print_json(data)
     else:
-        click.echo(f"Removed the key from {path}. It is valid until it is revoked at {KEYS_PAGE}")
+        own = isinstance(entry, dict) and entry.get("base_url")
+        revoked = f"with `tinkex key revoke` on the machine of {own}" if own else f"at {KEYS_PAGE}"
+        click.echo(f"Removed the key from {path}. It is valid until it is revoked {revoked}")
     return Outcome(data)
 
 
@@ -208,14 +212,19 @@ def status(as_json: bool, connection: Connection) -> Outcome:
 def credential_source(connection: Connection) -> str | None:
     """Where the key comes from; None when there is none."""
     from tinkex import environment
-    from tinkex.credentials import credentials_file, stored_key
+    from tinkex.credentials import credentials_file
+    from tinkex.errors import ConfigurationError
 
     if connection.api_key:
         return "--api-key"
     for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"):
         if environment.text(name):
             return name
-    return str(credentials_file()) if stored_key() else None
+    try:
+        used = connection.config().api_key
+    except ConfigurationError:
+        used = None
+    return str(credentials_file()) if used else None
 
 
 @auth.command()

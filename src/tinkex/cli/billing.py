@@ -64,7 +64,7 @@ def usage(
     if as_json:
         print_json(data)
     elif "-" not in (csv_path, sessions_csv):
-        _print_rows(f"Usage ({len(rows)} rows)", rows, USAGE)
+        _print_rows(f"Usage ({_count(rows)})", rows, USAGE)
         if data.get("cost_data_through"):
             click.echo(f"Costs are known until {data['cost_data_through']}", err=True)
     return Outcome(data, answer)
@@ -86,8 +86,12 @@ def checkpoint_storage(project_id: str | None, csv_path: str | None, as_json: bo
         print_json(data)
     elif csv_path != "-":
         rows = [{**item, "size_bytes": size(item["size_bytes"])} for item in data["data"]]
-        _print_rows(f"Checkpoint storage ({len(rows)} rows)", rows, STORAGE)
+        _print_rows(f"Checkpoint storage ({_count(rows)})", rows, STORAGE)
     return Outcome(data, answer)
+
+
+def _count(rows: Sequence[object]) -> str:
+    return f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
 
 
 def _plain(answer: Any) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from tinkex.chats import ASSISTANT, AnswerText, ChatFormat, Message
+from tinkex.cli.options import switch
 from tinkex.cli.servers import API_KEY_HELP, BASE_URL_HELP, context_of, model_of, place_of, server_url, tokenizer_of
+from tinkex.cli.terminal import plain_console
 from tinkex.errors import TinkerError
 from tinkex.sampling import SamplingClient
 from tinkex.service import ServiceClient
@@ -171,15 +172,17 @@ class Chat:
             raise CommandError("there is nothing to take back")
         while self.messages and self.messages.pop()["role"] != "user":
             pass
-        return f"taken back; {len(self.messages)} messages are left"
+        return f"taken back; {_count(self.messages)} left"
 
     def _save(self, path: Path) -> str:
+        if not self.messages:
+            raise CommandError("there is nothing to save yet")
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         try:
             path.write_text(json.dumps({"messages": [*system, *self.messages]}, ensure_ascii=False) + "\n", "utf-8")
         except OSError as error:
             raise CommandError(f"{path} cannot be written: {error.strerror or error}") from None
-        return f"saved {len(self.messages)} messages to {path}"
+        return f"saved {_count(self.messages)} to {path}"
 
     def _load(self, path: Path) -> str:
         from tinkex.supervised import Example
@@ -195,7 +198,11 @@ class Chat:
             raise CommandError(f"{path} holds no conversation")
         self.system = loaded.pop(0)["content"] if loaded[0]["role"] == "system" else None
         self.messages = list(loaded)
-        return f"loaded {len(loaded)} messages from {path}"
+        return f"loaded {_count(self.messages)} from {path}"
+
+
+def _count(messages: list[Message]) -> str:
+    return f"{len(messages)} message{'' if len(messages) == 1 else 's'}"
 
 
 @click.command()
@@ -220,8 +227,8 @@ class Chat:
 )
 @click.option("--seed", type=int, help="Seed of the answers.")
 @click.option("--raw", is_flag=True, help="Go on with each message as plain text: no chat format, no memory.")
-@click.option("--base-url", help=BASE_URL_HELP)
-@click.option("--api-key", help=API_KEY_HELP)
+@click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
+@click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
 @click.option(
     "--format",
     "output_format",
@@ -230,6 +237,7 @@ class Chat:
     type=click.Choice(["text", "json"]),
     help="Form of the answers where standard input is no terminal: text, or a JSON object a line.",
 )
+@switch("--json", help="The same as --format json.")
 def chat(
     model_or_path: str | None,
     system: str | None,
@@ -241,6 +249,7 @@ def chat(
     base_url: str | None,
     api_key: str | None,
     output_format: str,
+    json: bool,
 ) -> None:
     """Talk to a base model or a checkpoint (tinker://RUN/sampler_weights/NAME).
 
@@ -253,10 +262,10 @@ def chat(
     """
     if raw and system:
         raise click.UsageError("--system has no effect with --raw")
-    is_terminal = sys.stdin.isatty()
-    if is_terminal and output_format == "json":
-        raise click.UsageError("--format json is for standard input that is no terminal")
-    notes = Console(stderr=True, highlight=False)
+    is_terminal, as_json = sys.stdin.isatty(), json or output_format == "json"
+    if is_terminal and as_json:
+        raise click.UsageError("--json is for standard input that is no terminal")
+    notes = plain_console(stderr=True)
 
     def tell(text: str) -> None:
         notes.print(text, style="dim" if notes.is_terminal else None, soft_wrap=True, markup=False)
@@ -282,7 +291,7 @@ def chat(
             _converse(talk)
         else:
             try:
-                _answer_lines(talk, as_json=output_format == "json")
+                _answer_lines(talk, as_json=as_json)
             except BrokenPipeError:  # whoever read the answers has enough; nothing is left to be flushed at the end
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

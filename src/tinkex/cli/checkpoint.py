@@ -53,13 +53,13 @@ PAGE = 1000
 DELETIONS = 32
 """How many are deleted at the same time."""
 COLUMNS = (
-    Column("ID", folds=True),
+    Column("ID", folds=True, repeats=True),
     Column("Type"),
     Column("Size", right=True),
     Column("Public"),
     Column("Created"),
     Column("Expires"),
-    Column("Path", folds=True),
+    Column("Path", heads=True),
 )
 
 
@@ -71,7 +71,7 @@ def save_options(function: F) -> F:
             "--model-path", metavar="PATH", help="A training checkpoint (tinker://…) to begin with, or a model's name."
         ),
         click.option("--name", help="What to call the checkpoint.  [default: checkpoint-MODEL]"),
-        click.option("--output", metavar="FILE", help="Where to write what was saved, as JSON (required)."),
+        click.option("-o", "--output", metavar="FILE", help="Where to write what was saved, as JSON (required)."),
         click.option("--rank", type=click.IntRange(1), default=32, show_default=True, help="The adapter's rank."),
         click.option("--seed", type=int, help="Seed of the adapter's first weights."),
         click.option("--train-mlp/--no-train-mlp", default=True, show_default="on", help="Adapt feed-forward layers."),
@@ -99,7 +99,7 @@ def checkpoint(context: click.Context, /, **given: Any) -> Any:
     return save_checkpoint(**given)
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Save a fresh adapter, or a training checkpoint to sample from.")
 @save_options
 @connecting
 def save(**given: Any) -> Outcome:
@@ -338,12 +338,17 @@ def _done(data: dict[str, Any], line: str, as_json: bool) -> Outcome:
 # ── deleting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Delete checkpoints for good.")
 @path_argument("paths", nargs=-1)
 @click.option("--run-id", metavar="RUN", help="Instead of paths: the checkpoints of this run.")
 @click.option("--type", "kind", type=click.Choice(["training", "sampler", "external"]), help="Of the run: this type.")
-@click.option("--before", type=click.DateTime(), help="Of the run: those saved before this time (UTC).")
-@click.option("--after", type=click.DateTime(), help="Of the run: those saved after this time (UTC).")
+@click.option(
+    "--before",
+    type=click.DateTime(),
+    metavar="DATE",
+    help="Of the run: those saved before (2026-11-16, or with a time; UTC).",
+)
+@click.option("--after", type=click.DateTime(), metavar="DATE", help="Of the run: those saved after.")
 @switch("--yes", "-y", help="Do not ask.")
 @formatted
 @connecting

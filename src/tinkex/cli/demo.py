@@ -17,11 +17,14 @@ from dataclasses import dataclass, field
 import click
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import tinkex
 from tinkex.cli.plot import plot
+from tinkex.cli.servers import API_KEY_HELP
+from tinkex.cli.terminal import plain_console
 from tinkex.config import is_embedded
 from tinkex.local import default_data_dir
 from tinkex.models import addition
@@ -29,6 +32,7 @@ from tinkex.types import AdamParams, Datum, ModelInput, SampledSequence, Samplin
 
 STORY = "Once upon a time"
 SHOWN = 6
+NARROW = 60
 
 
 @dataclass(frozen=True)
@@ -223,8 +227,12 @@ class _Bar:
 
 @contextlib.contextmanager
 def progress(console: Console, title: str, name: str) -> Iterator[_Bar]:
-    """A bar with count, time and the newest value."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    """A bar with count, time and the newest value; where there is no room for them, the count and the value."""
+    wide = console.width >= NARROW
+    columns = (
+        TextColumn("{task.description}"),
+        *((BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) if wide else (MofNCompleteColumn(),)),
+    )
     with Progress(*columns, TextColumn("{task.fields[value]}"), console=console) as shown:
         yield _Bar(shown, title, name)
 
@@ -232,12 +240,14 @@ def progress(console: Console, title: str, name: str) -> Iterator[_Bar]:
 @click.command()
 @click.option(
     "--base-url",
+    metavar="URL",
     help='Server to run against.  [default: TINKER_BASE_URL, else "local": inside this process]',
 )
-@click.option("--model", default="tinkex/tiny", show_default=True, help="Base model to teach.")
+@click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
+@click.option("--base-model", metavar="NAME", default="tinkex/tiny", show_default=True, help="Model to teach.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the problems and the samples.")
 @click.option("--quick", is_flag=True, help="A few small steps only: shows that everything runs, teaches little.")
-def demo(base_url: str | None, model: str, seed: int, quick: bool) -> None:
+def demo(base_url: str | None, api_key: str | None, base_model: str, seed: int, quick: bool) -> None:
     """Watch a small model learn to add, on this machine.
 
     A LoRA adapter learns two-digit addition, first from examples and then from rewards alone, and is tested on
@@ -248,14 +258,14 @@ def demo(base_url: str | None, model: str, seed: int, quick: bool) -> None:
         sys.stdout.reconfigure(
             errors="replace"
         )  # better a question mark than a traceback where there are no such signs
-    console = Console()
+    console = plain_console()
     began = time.perf_counter()
-    with tinkex.ServiceClient(base_url=url) as service:
+    with tinkex.ServiceClient(base_url=url, api_key=api_key) as service:
         with console.status("starting the embedded backend …" if is_embedded(url) else f"connecting to {url} …"):
-            run = Demo(service, model, QUICK if quick else Recipe(), console, random.Random(seed))
+            run = Demo(service, base_model, QUICK if quick else Recipe(), console, random.Random(seed))
         place = "inside this process" if is_embedded(url) else f"at {url}"
-        title = f"[bold]tinkex {tinkex.__version__}[/]: {model} {place}, ready in {_since(began)}\n"
-        console.print(title, highlight=False, soft_wrap=True)
+        title = f"[bold]tinkex {tinkex.__version__}[/]: {escape(f'{base_model} {place}')}, ready in {_since(began)}\n"
+        console.print(title, soft_wrap=True)
         passed = _show(run, service, url, console)
         console.print(f"finished in {_since(began)}")
     if not passed and not quick:
@@ -269,7 +279,7 @@ def _since(began: float) -> str:
 def _show(run: Demo, service: tinkex.ServiceClient, url: str, console: Console) -> bool:
     """The demo from the first sample to the summary; whether the model learned in both parts."""
     base = service.create_sampling_client(base_model=run.model)
-    console.print(f"[dim]the base model tells a story:[/] {run.story(base)}\n")
+    console.print(f"[dim]the base model tells a story:[/] {escape(run.story(base))}\n")
     with console.status(f"testing the base model on {len(run.held_out)} held-out problems …"):
         before, first_answers = run.examine(base)
     console.print(f"greedy accuracy on {len(run.held_out)} held-out problems: [bold]{before:.1%}[/]\n")
@@ -296,7 +306,7 @@ def _draw(values: list[float], label: str, console: Console) -> None:
     """A plot as wide as there is room for; a handful of points makes none."""
     if len(values) >= 5:
         width = max(10, min(60, console.width - 12))
-        console.print(plot(values, width=width, label=label), highlight=False, no_wrap=True)
+        console.print(plot(values, width=width, label=label), no_wrap=True)
 
 
 def _answers(run: Demo, before: list[str], after: list[str]) -> Table:
@@ -325,7 +335,7 @@ def _summary(run: Demo, before: float, middle: float, after: float) -> Table:
 
 def _where(url: str, state: str, saved: str, console: Console) -> None:
     paths = f"checkpoint to resume from: {state}\ncheckpoint to sample from: {saved}"
-    console.print(paths, soft_wrap=True, highlight=False)
+    console.print(paths, soft_wrap=True, markup=False)
     if is_embedded(url):
         files = default_data_dir() / "checkpoints"
-        console.print(f"their files (PEFT format):  {files}", soft_wrap=True, highlight=False)
+        console.print(f"their files (PEFT format):  {files}", soft_wrap=True, markup=False)

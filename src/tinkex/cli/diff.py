@@ -174,7 +174,7 @@ def _largest(values: Sequence[float]) -> float:
     return math.nan if any(math.isnan(value) for value in values) else max(values, default=0.0)
 
 
-@click.command()
+@click.command(short_help="What differs between two checkpoints.")
 @click.argument("first", metavar="FIRST")
 @click.argument("second", metavar="SECOND")
 @click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="How many tensors; 0: all.")

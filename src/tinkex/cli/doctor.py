@@ -29,6 +29,7 @@ from tinkex.cli.results import Outcome
 
 if TYPE_CHECKING:
     from tinkex.config import Config
+    from tinkex.errors import ConfigurationError
     from tinkex.transport import Reply, Transport
 
 Status: TypeAlias = Literal["ok", "warning", "error", "skipped"]
@@ -209,7 +210,8 @@ def check_server(config: Config) -> Iterator[Finding]:
         yield Finding("server", "ok", found)
         yield _clock(reply, began + (dt.datetime.now(dt.UTC) - began) / 2)
     except (AuthenticationError, PermissionDeniedError) as error:
-        found = f"{config.base_url} answers, but refuses the key: {error.message}"
+        refused = "refuses the key" if config.api_key or config.credential_cmd else "lets nobody in without a key"
+        found = f"{config.base_url} answers, but {refused}: {error.message}"
         yield Finding("server", "error", found, "check TINKER_API_KEY, or run `tinkex auth login`")
     except (TinkerError, ValueError, AttributeError) as error:
         message = error.message if isinstance(error, TinkerError) else f"its answer makes no sense: {error}"
@@ -266,7 +268,7 @@ def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
     try:
         config = quick.config()
     except ConfigurationError as error:
-        trouble = Finding("key", "error", error.message, error.hint or "")
+        trouble = _trouble(error)
     local = config is not None and is_embedded(config.base_url)
     checks: list[Callable[[], Iterator[Finding]]] = [
         check_python,
@@ -293,6 +295,23 @@ def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
         rows = [(finding.status, finding.name, finding.detail, finding.fix) for finding in findings]
         print_table(_summary(findings), COLUMNS, rows)
     return Outcome(data, exit_code=1 if broken else 0)
+
+
+def _trouble(error: ConfigurationError) -> Finding:
+    """What stands in the way of a connection; where models run on this machine, having no server is no fault."""
+    from tinkex.cli.servers import server_url
+    from tinkex.config import LOCAL
+    from tinkex.errors import ConfigurationError
+    from tinkex.local import require_packages
+
+    if server_url(None, None) == LOCAL:
+        with contextlib.suppress(ConfigurationError):
+            require_packages()
+            found = (
+                "no key and no base URL: `train`, `chat` and `demo` compute inside this process, the others ask for one"
+            )
+            return Finding("key", "warning", found, error.hint or "")
+    return Finding("key", "error", error.message, error.hint or "")
 
 
 def _summary(findings: list[Finding]) -> str:

@@ -30,13 +30,23 @@ HINTS = {"pass api_key=…": "give --api-key", 'pass base_url="local"': "give --
 }
 
 
+class NoSuchCommand(click.UsageError):
+    """A word that no command of a group has for its name."""
+
+
 class CommandGroup(click.Group):
     """A group that notes which command was called."""
 
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, and note its name."""
+        """Find the command, and note its name; a wrong word is told with the one that may have been meant."""
+        if self.get_command(context, args[0]) is None and not args[0].startswith("-"):
+            from difflib import get_close_matches
+
+            meant = get_close_matches(args[0], self.list_commands(context), n=1)
+            advice = f" Did you mean {meant[0]!r}?" if meant else ""
+            raise NoSuchCommand(f"No such command {args[0]!r}.{advice}", context)
         name, command, rest = super().resolve_command(context, args)
         path = f"{context.command_path} {name}" if name else context.command_path
         invocation_of(context).command = path.partition(" ")[2]

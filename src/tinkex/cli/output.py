@@ -189,6 +189,10 @@ class Column:
     title: str
     folds: bool = False
     right: bool = False
+    heads: bool = False
+    """Where there is no room for a table: stands above the others, on a line of its own."""
+    repeats: bool = False
+    """Is a part of the one that heads, and left out below it."""
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> None:
@@ -206,19 +210,19 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[Sequence[o
 
 
 def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    from tinkex.cli.terminal import plain_console
+
+    terminal = plain_console()
     widths = [max(len(column.title), *(len(row[index]) for row in cells)) for index, column in enumerate(columns)]
     least = [
         min(width, NARROWEST_FOLD) if column.folds else width for width, column in zip(widths, columns, strict=True)
     ]
-    if sum(least) + GAP * (len(columns) - 1) > console.width:
+    if sum(least) + GAP * (len(columns) - 1) > terminal.width:
         for row in cells:
-            click.echo()
-            print_fields({column.title: value for column, value in zip(columns, row, strict=True)})
+            _print_record(list(zip(columns, row, strict=True)), terminal.width)
         return
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold" if _is_styled() else "")
     for column, width in zip(columns, least, strict=True):
@@ -226,22 +230,44 @@ def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]
         table.add_column(column.title, overflow="fold", no_wrap=not column.folds, min_width=width, justify=justify)
     for row in cells:
         table.add_row(*(Text(value) for value in row))
-    console.print(table)
+    terminal.print(table)
 
 
-def print_fields(fields: Mapping[str, object]) -> None:
+def _print_record(row: Sequence[tuple[Column, str]], width: int) -> None:
+    """Print a row that is too wide: what heads it, which can be copied as it stands, and the rest in few lines."""
+    heading = next((value for column, value in row if column.heads), None)
+    if heading is None:
+        click.echo()
+        print_fields([(column.title, value) for column, value in row])
+        return
+    click.echo(click.style(heading, bold=True) if _is_styled() else heading)
+    line = ""
+    for column, value in row:
+        if column.heads or column.repeats or not value:
+            continue
+        fact = f"{column.title} {value}"
+        if line and len(line) + GAP + len(fact) > width:
+            click.echo(line)
+            line = ""
+        line += " " * GAP + fact
+    if line:
+        click.echo(line)
+
+
+def print_fields(fields: Mapping[str, object] | Sequence[tuple[str, object]]) -> None:
     """Print labelled lines; on a terminal the values stand below each other.
 
     Long text is broken between words, but no id or path is: it can be copied as it stands, for the terminal folds it.
     """
-    shown = {label: printable(value) for label, value in fields.items()}
+    pairs = fields.items() if isinstance(fields, Mapping) else fields
+    shown = [(label, printable(value)) for label, value in pairs]
     if not is_terminal():
-        for label, value in shown.items():
+        for label, value in shown:
             click.echo(f"{label}: {value}")
         return
-    indent = max(map(len, shown), default=0) + GAP
+    indent = max((len(label) for label, _ in shown), default=0) + GAP
     room = max(NARROWEST_FOLD, shutil.get_terminal_size().columns - indent)
-    for label, value in shown.items():
+    for label, value in shown:
         lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
         name = label.ljust(indent)
         if lines:

@@ -44,11 +44,17 @@ def transfer(title: str) -> Iterator[Meter]:
     if not sys.stderr.isatty():
         yield _Lines(title)
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    from tinkex.cli.terminal import plain_console
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=plain_console(stderr=True), transient=True) as shown:
         task = shown.add_task(title, total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)
 
@@ -74,11 +80,12 @@ def waiting(title: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    from tinkex.cli.terminal import plain_console
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=plain_console(stderr=True), transient=True) as shown:
         shown.add_task(title, total=None)
         yield
 

@@ -36,7 +36,7 @@ from tinkex.cli.output import (
     write_file,
 )
 from tinkex.cli.progress import fetch_pages, waiting
-from tinkex.cli.results import CommandError, Outcome
+from tinkex.cli.results import CommandError, Outcome, invocation_of
 
 if TYPE_CHECKING:
     from tinkex.types.checkpoints import Checkpoint, TrainingRun
@@ -48,7 +48,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 PAGE = 100
 WRONG = "sampling failed (please check your inputs)"
 COLUMNS: dict[str, tuple[Column, Callable[[TrainingRun], object]]] = {
-    "id": (Column("ID", folds=True), lambda run: run.training_run_id),
+    "id": (Column("ID", heads=True), lambda run: run.training_run_id),
     "model": (Column("Base Model", folds=True), lambda run: run.base_model),
     "owner": (Column("Owner"), lambda run: run.model_owner),
     "lora": (Column("LoRA"), lambda run: lora(run.is_lora, run.lora_rank)),
@@ -93,7 +93,7 @@ def sample_options(function: F) -> F:
         click.option("--seed", type=int, help="The same seed draws the same samples."),
         click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends a sample. Repeatable."),
         click.option("--http-pool", type=click.IntRange(1), metavar="N", help="Connections to sample over."),
-        click.option("--output", metavar="FILE", help="Write the samples there instead of printing them."),
+        click.option("-o", "--output", metavar="FILE", help="Write the samples there instead of printing them."),
         switch("--json", help="Print the samples as one line of JSON: tokens, log-probabilities, stop reasons."),
     )
     for option in reversed(options):
@@ -112,6 +112,8 @@ def run(context: click.Context, /, **given: Any) -> Any:
     """
     if refuse_before(context):
         return None
+    if invocation_of(context).format == "json":
+        given["json"] = True
     return sample(**given)
 
 
@@ -219,7 +221,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str | list[int]:
         text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(
-            f"sampling failed (please check your inputs): {file} cannot be read: {error}", error
+            f"{WRONG}: {file} cannot be read: {getattr(error, 'strerror', None) or error}", error
         ) from None
     try:
         found = json.loads(text)
@@ -319,20 +321,21 @@ def info(run_id: str, access_scope: Any, as_json: bool, connection: Connection) 
     if found.lora_rank is not None:
         fields["Rank"] = found.lora_rank
     fields |= {"Status": status(found.corrupted), "Last update": when(found.last_request_time)}
-    fields |= _checkpoint_fields("Last training checkpoint", found.last_checkpoint)
-    fields |= _checkpoint_fields("Last sampler checkpoint", found.last_sampler_checkpoint)
+    shown = [*fields.items()]
+    shown += _checkpoint_fields("Last training checkpoint", found.last_checkpoint)
+    shown += _checkpoint_fields("Last sampler checkpoint", found.last_sampler_checkpoint)
     if found.user_metadata:
-        fields["Metadata"] = ", ".join(f"{name}={value}" for name, value in found.user_metadata.items())
-    print_fields(fields)
+        shown.append(("Metadata", ", ".join(f"{name}={value}" for name, value in found.user_metadata.items())))
+    print_fields(shown)
     return Outcome(data, found)
 
 
-def _checkpoint_fields(label: str, checkpoint: Checkpoint | None) -> dict[str, object]:
+def _checkpoint_fields(label: str, checkpoint: Checkpoint | None) -> list[tuple[str, object]]:
     if checkpoint is None:
-        return {}
-    return {
-        label: checkpoint.checkpoint_id,
-        "  Time": when(checkpoint.time),
-        "  Expires": expiry(checkpoint.expires_at),
-        "  Path": checkpoint.tinker_path,
-    }
+        return []
+    return [
+        (label, checkpoint.checkpoint_id),
+        ("  Time", when(checkpoint.time)),
+        ("  Expires", expiry(checkpoint.expires_at)),
+        ("  Path", checkpoint.tinker_path),
+    ]

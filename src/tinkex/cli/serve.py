@@ -25,7 +25,16 @@ import click
 from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.errors import ConfigurationError
-from tinkex.local import DEFAULT_MODEL, Device, Dtype, default_data_dir, make_engine, pick_device, publish_tokenizers
+from tinkex.local import (
+    DEFAULT_MODEL,
+    Device,
+    Dtype,
+    default_data_dir,
+    make_engine,
+    pick_device,
+    publish_tokenizers,
+    unusable,
+)
 from tinkex.otel import is_available
 from tinkex.server.accounts import has_keys
 from tinkex.server.metrics import JsonFormatter, access
@@ -172,7 +181,9 @@ def serve(
     try:
         with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(listener, data_dir, make, device, api_key, tokens, strict, Limits(**limits), tracing))
-    except (EngineError, OSError, sqlite3.Error) as error:
+    except (OSError, sqlite3.Error) as error:
+        raise click.ClickException(str(unusable(data_dir, error))) from None
+    except EngineError as error:
         raise click.ClickException(str(error)) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import math
@@ -25,9 +26,11 @@ from rich.progress import Progress as Bar
 
 from tinkex._version import __version__
 from tinkex.chats import ChatFormat, Rendered
+from tinkex.cli.options import switch
 from tinkex.cli.plot import plot
 from tinkex.cli.servers import API_KEY_HELP, BASE_URL_HELP, context_of, model_of, place_of, server_url, tokenizer_of
 from tinkex.cli.svg import chart
+from tinkex.cli.terminal import plain_console
 from tinkex.errors import TinkerError
 from tinkex.service import ServiceClient
 from tinkex.supervised import (
@@ -70,7 +73,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
         text = path.read_text()
         options = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
-        raise click.BadParameter(f"{path}: {error}", context, parameter) from None
+        reason = getattr(error, "strerror", None) or error
+        raise click.BadParameter(f"{path}: {reason}", context, parameter) from None
     known = {one.name: one for one in context.command.params if one.name not in ("config", "resume")}
     if not isinstance(options, dict):
         raise click.BadParameter(f"{path} holds no table of options", context, parameter)
@@ -86,9 +90,14 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
 
 @click.command()
 @click.argument("data", required=False, type=click.Path(path_type=Path), metavar="DATA.jsonl")
-@click.option("--model", help="Base model to fine-tune.  [default: tinkex/tiny with local, else required]")
-@click.option("--base-url", help=BASE_URL_HELP)
-@click.option("--api-key", help=API_KEY_HELP)
+@click.option(
+    "--base-model",
+    "--model",
+    metavar="NAME",
+    help="Base model to fine-tune.  [default: tinkex/tiny with local, else required]",
+)
+@click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
+@click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
 @click.option("--rank", default=32, show_default=True, type=click.IntRange(1), help="Rank of the LoRA adapter.")
 @click.option("--learning-rate", default=3e-4, show_default=True, type=float, help="The highest learning rate.")
 @click.option(
@@ -139,6 +148,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
 @click.option("--save-every", default=50, show_default=True, type=click.IntRange(1), help="Steps between checkpoints.")
 @click.option("--name", help="What checkpoints are called.  [default: the name of the file]")
 @click.option(
+    "-o",
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     help="Directory for metrics.jsonl, config.json, run.json and loss.svg.  [default: runs/NAME, numbered]",
@@ -164,6 +174,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     type=click.Choice(["text", "json"]),
     help="Form of the summary on standard output.",
 )
+@switch("--json", help="The same as --format json.")
 @click.pass_context
 def train(context: click.Context, /, **options: Any) -> None:
     """Fine-tune a model on the examples in DATA.jsonl, one a line.
@@ -183,11 +194,13 @@ def train(context: click.Context, /, **options: Any) -> None:
     \b
       tinkex train examples.jsonl
       tinkex train examples.jsonl --eval-split 0.1 --epochs 5
-      tinkex train examples.jsonl --base-url URL --model NAME
+      tinkex train examples.jsonl --base-url URL --base-model NAME
       tinkex train --resume runs/examples
 
     Ctrl-C ends a run after its step, with a checkpoint; --resume goes on from there to the same result.
     """  # noqa: D301 (click's own sign for lines that are not to be filled)
+    if options.pop("json"):
+        options["output_format"] = "json"
     _choose_one(context, options)
     if options["resume"] is not None:
         _take_up(context, options)
@@ -251,7 +264,7 @@ class Command:
         self.options = options
         self.json = options["output_format"] == "json"
         _never_fail_to_write()
-        self.notes = Console(stderr=True, highlight=False)
+        self.notes = plain_console(stderr=True)
         given = re.sub(r"[^A-Za-z0-9._-]+", "-", options["name"] or options["data"].stem)
         self.name = given.lstrip(".-").rstrip("-")[:100] or "run"
         self.folder: RunFolder | None = None
@@ -272,7 +285,7 @@ class Command:
         digests = [digest(path) for path in files]
         with self._services:
             service = self._connect()
-            model = model_of(service, self.options["model"], "--model")
+            model = model_of(service, self.options["base_model"], "--base-model")
             self.place, self.model = place_of(service), model
             client = self._client(service)
             try:
@@ -336,7 +349,8 @@ class Command:
             self.note(f"… and {len(bad) - SHOWN:,} more")
         told = f"{len(bad):,} of {among} of {path} {'is' if len(bad) == 1 else 'are'} bad"
         if not self.options["skip_bad"]:
-            raise click.ClickException(f"{told}: nothing was trained (--skip-bad leaves bad lines out)")
+            advice = _whole_file(path) if len(bad) == lines else "--skip-bad leaves bad lines out"
+            raise click.ClickException(f"{told}: nothing was trained ({advice})")
         self.note(f"{told} and left out")
         if len(bad) == lines:
             raise click.ClickException(f"{path} has no good line: nothing was trained")
@@ -407,7 +421,7 @@ class Command:
         }
         if self.options["resume"]:
             return self._same_folder(facts)
-        told = {**self.options, "model": self.model, "base_url": service.holder.config.base_url}
+        told = {**self.options, "base_model": self.model, "base_url": service.holder.config.base_url}
         config = {name: value for name, value in told.items() if value is not None and name not in NOT_KEPT}
         for name in ("data", "eval_file"):
             if name in config:
@@ -416,6 +430,9 @@ class Command:
         try:
             return RunFolder.create(place, config, facts)
         except FileExistsError:
+            with contextlib.suppress(ValueError):
+                if RunFolder.open(place).facts.get("sampler"):
+                    raise click.ClickException(f"{place} holds a finished run: give another --output") from None
             again = f"tinkex train --resume {shlex.quote(str(place))}"
             raise click.ClickException(f"{place} holds a run already: go on with it by `{again}`") from None
         except OSError as error:
@@ -478,7 +495,7 @@ class Command:
                     lost = lost + 1 if folder.checkpoint == before else 1
                     if not is_lost(error) or lost > RECOVERIES:
                         raise click.ClickException(f"{error}\n{self._saved()}") from error
-                    display.say(f"the server has lost the run ({error.message}): going on from the last checkpoint")
+                    display.say(f"the run broke off ({error.message}): going on from the last checkpoint")
                 except KeyboardInterrupt:
                     display.say(self._saved())
                     raise
@@ -543,11 +560,11 @@ class Command:
         if self.json:
             click.echo(json.dumps(summary))
             return
-        console = Console(highlight=False)
+        shown = plain_console()
         losses = [record["loss"] for record in self.folder.metrics() if "loss" in record]
         if len(losses) >= 5:
-            width = max(10, min(60, console.width - 12))
-            console.print(plot(losses, width=width, label="loss per token"), no_wrap=True)
+            width = max(10, min(60, shown.width - 12))
+            shown.print(plot(losses, width=width, label="loss per token"), no_wrap=True)
         said = [f"{summary['status']}: {summary['steps']} of {_count(summary['of_steps'], 'step')}"]
         said.append(f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s")
         if losses:
@@ -555,7 +572,7 @@ class Command:
         if summary["eval_loss"] is not None:
             evaluated = [record["eval_loss"] for record in self.folder.metrics() if "eval_loss" in record]
             said.append(f"held out {evaluated[0]:.4f} → {evaluated[-1]:.4f}")
-        console.print(", ".join(said), markup=False, soft_wrap=True)
+        shown.print(", ".join(said), markup=False, soft_wrap=True)
         for title, value in (
             ("checkpoint to go on from", summary["state_path"]),
             ("model to sample from", summary["sampler_path"]),
@@ -564,7 +581,16 @@ class Command:
             ("talk to it", summary["chat"]),
         ):
             if value:
-                console.print(f"{title}: {value}", markup=False, soft_wrap=True)
+                shown.print(f"{title}: {value}", markup=False, soft_wrap=True)
+
+
+def _whole_file(path: Path) -> str:
+    """What may be wrong with a file of which no line is an example."""
+    with path.open("rb") as file:
+        begins = file.read(100).removeprefix(codecs.BOM_UTF8).lstrip()
+    if begins.startswith(b"["):
+        return f"it looks like one JSON array: `jq -c '.[]' {shlex.quote(str(path))}` writes its items one a line"
+    return "every line is to be one JSON object, a chat or a pair: see `tinkex train -h`"
 
 
 def _count(number: int, noun: str) -> str:

@@ -84,7 +84,7 @@ def download(path: str, output: Path | None, force: bool, as_json: bool, connect
 # ── for other libraries ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@click.command()
+@click.command(short_help="Write an adapter as PEFT and transformers read it.")
 @path_argument()
 @click.option(
     "-o",
@@ -278,7 +278,7 @@ def push_hf(
 # ── bringing in ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@click.command("import")
+@click.command("import", short_help="Make a training checkpoint of a PEFT adapter.")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "--base-model",

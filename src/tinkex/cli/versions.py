@@ -15,7 +15,7 @@ from tinkex.cli.output import Column, print_json, print_table
 from tinkex.cli.results import Outcome
 
 GIT_SECONDS = 5
-OF_TESTS = {"test", "lint"}
+OF_TESTS = {"test", "lint", "docs"}
 
 
 def commit() -> str | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,18 +84,19 @@ def put_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Callabl
         raise EngineError(f"checkpoint {path} exists already{hint}")
     replaced = Catalogue(store).directory(path)
     parent = _place(root, run.model_id) / wanted.kind
-    parent.mkdir(parents=True, exist_ok=True)
     target = parent / wanted.name
-    scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
-    try:
-        write(scratch)
-        sync([*scratch.iterdir(), scratch])
-        if target.exists():  # what is replaced stays whole until its successor is on record
-            target = parent / f"{wanted.name}.{secrets.token_hex(4)}"
-        scratch.rename(target)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+    with _telling_of_a_full_disk(path):
+        parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
+        try:
+            write(scratch)
+            sync([*scratch.iterdir(), scratch])
+            if target.exists():  # what is replaced stays whole until its successor is on record
+                target = parent / f"{wanted.name}.{secrets.token_hex(4)}"
+            scratch.rename(target)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
     sync([parent])
     saved = SavedCheckpoint(
         tinker_path=path,
@@ -113,6 +116,18 @@ def put_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Callabl
     if replaced is not None:
         discard(replaced)
     return saved
+
+
+@contextlib.contextmanager
+def _telling_of_a_full_disk(path: str) -> Iterator[None]:
+    """Makes one line of it: whoever saves can make room, and a traceback tells nothing more."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors has an error of its own, with the number in its text
+        if getattr(error, "errno", None) != errno.ENOSPC and f"(os error {errno.ENOSPC})" not in str(error):
+            raise
+        raise EngineError(f"{path} was not saved: the server's disk is full", "server") from error
 
 
 def _place(root: Path, model_id: str) -> Path:
