@@ -10,9 +10,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -508,6 +511,43 @@ SEEN: dict[str, Any] = {
 }
 
 
+ASKED = {
+    "asample",
+    "client_config",
+    "client_dynamic_config",
+    "create_model",
+    "create_sampling_session",
+    "create_session",
+    "delete_checkpoint",
+    "finish_session",
+    "forward_backward",
+    "get_audit_log",
+    "get_billing_usage",
+    "get_current_checkpoint_storage_usage",
+    "get_info",
+    "get_sampler",
+    "get_training_run",
+    "join_sampling_session",
+    "list_checkpoints",
+    "list_sessions",
+    "list_training_runs",
+    "list_user_checkpoints",
+    "load_weights",
+    "optim_step",
+    "publish_checkpoint",
+    "retrieve_future",
+    "save_weights",
+    "save_weights_for_sampler",
+    "search_sessions",
+    "set_checkpoint_ttl",
+    "unpublish_checkpoint",
+    "weights_info",
+}
+"""What a server is asked for by that program."""
+BESIDES = {"retrieve_futures", "session_heartbeat", "telemetry"}
+"""What depends on the time that things take, and how results of several samples are fetched at once, as ours are."""
+
+
 @pytest.fixture(scope="module")
 def renamed() -> Iterator[None]:
     """tinkex under the name of tinker, and afterwards as it was."""
@@ -519,17 +559,23 @@ def renamed() -> Iterator[None]:
     sys.modules.update(known)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@contextmanager
+def server(place: Path) -> Iterator[str]:
     """A server without a model, which answers at once."""
     from tinkex.engine.fake import FakeEngine
 
-    with serving(FakeEngine(), tmp_path_factory.mktemp("walk")) as url:
+    with serving(FakeEngine(), place) as url:
         yield url
 
 
+def asked(url: str) -> set[str]:
+    """Which operations a server has been asked for."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        return set(re.findall(r'tinkex_requests_total\{operation="(\w+)"', answer.read().decode())) - BESIDES
+
+
 @pytest.fixture(scope="module")
-def official(server: str) -> dict[str, Any]:
+def official(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the official package makes of the rows, and what the program finds when it runs on it."""
     shared = (known_names, evaluate, Walk)
     code = "from __future__ import annotations\nimport importlib, inspect, json, os, sys\nfrom typing import Any\n"
@@ -538,12 +584,13 @@ def official(server: str) -> dict[str, Any]:
     code += "answers, walked = evaluate(rows), Walk(url).run()\n"
     code += "origin = importlib.import_module('tinker').ServiceClient.__module__\n"
     code += "print(json.dumps({'origin': origin, 'rows': answers, 'seen': walked}), flush=True)\nos._exit(0)\n"
-    given = json.dumps([[one for rows in sections().values() for one in rows], server])
-    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["origin"] == "tinker"
-    return found
+    with server(tmp_path_factory.mktemp("official")) as url:
+        given = json.dumps([[one for rows in sections().values() for one in rows], url])
+        done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert found["origin"] == "tinker"
+        return found | {"asked": asked(url)}
 
 
 @pytest.mark.parametrize("section", sections())
@@ -558,10 +605,13 @@ def test_every_row_is_so_in_the_official_package(official: dict[str, Any]) -> No
     assert dict(zip(rows, official["rows"], strict=True)) == rows
 
 
-def test_a_program_finds_what_is_written_down(renamed: None, server: str) -> None:
-    assert json.loads(json.dumps(Walk(server).run())) == SEEN
+def test_a_program_finds_what_is_written_down(renamed: None, tmp_path: Path) -> None:
+    with server(tmp_path) as url:
+        assert json.loads(json.dumps(Walk(url).run())) == SEEN
+        assert asked(url) == ASKED
 
 
 @pytest.mark.slow
 def test_a_program_finds_the_same_with_the_official_package(official: dict[str, Any]) -> None:
     assert official["seen"] == SEEN
+    assert official["asked"] == ASKED
