@@ -661,6 +661,10 @@ MEANT: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("GetBillingUsageRequest", "ending_before"): st.just("2026-07-14T00:00:00Z"),
     ("GetBillingUsageRequest", "starting_on"): st.just("2026-07-13T00:00:00Z"),
     ("ImageChunk", "data"): IMAGES,
+    ("ModelData", "tokenizer_id"): st.none() | TEXT.map(lambda name: name.replace(":", "")),  # ours cuts it there
+    ("SampleRequest", "target_prompt_logprobs"): st.sampled_from(
+        [None, {"data": [1, -1], "dtype": "int64", "shape": [1, 2]}]
+    ),
     ("SamplingParams", "max_tokens"): st.none() | st.integers(0, 2**31),
     ("SamplingParams", "temperature"): st.floats(0, 2),
     ("SamplingParams", "top_k"): st.just(-1) | st.integers(1, 2**31),
