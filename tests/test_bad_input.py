@@ -213,7 +213,10 @@ def test_a_rank_must_be_positive(service: ServiceClient, rank: int) -> None:
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "beyond-the-window": ({"prompt": types.ModelInput.from_ints([1] * (CONTEXT + 1))}, rf"{CONTEXT + 1}.*{CONTEXT}"),
-    "no-room-left": ({"sampling_params": types.SamplingParams(max_tokens=CONTEXT)}, str(CONTEXT)),
+    "no-room-left": (  # in the words that the cookbook's proxy looks for
+        {"sampling_params": types.SamplingParams(max_tokens=CONTEXT)},
+        rf"Prompt length plus max_tokens exceeds .* 3 prompt tokens \+ {CONTEXT} max_tokens > {CONTEXT}",
+    ),
     "empty-prompt": ({"prompt": types.ModelInput.empty()}, "empty"),
     "unknown-token": ({"prompt": types.ModelInput.from_ints([VOCAB])}, str(VOCAB)),
     "image": (

@@ -142,7 +142,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             warnings.warn(message, RuntimeWarning, stacklevel=users_level())
 
     def __await__(self) -> Generator[Any, None, T]:
-        return self._wait().__await__()
+        return self.result_async().__await__()  # which a program's own kind of future replaces
 
     async def _wait(self) -> T:
         loop = asyncio.get_running_loop()
@@ -163,8 +163,15 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         Raises:
             TimeoutError: There is no outcome yet; the work goes on.
         """
+        if timeout is None:
+            return await self._wait()
         async with asyncio.timeout(timeout):
-            return await self
+            return await self._wait()
+
+    @property
+    def _future(self) -> concurrent.futures.Future[T]:
+        """This future, where programs that look inside the official one find what it wraps."""
+        return self
 
     def future(self) -> concurrent.futures.Future[T]:
         """This future, as the plain concurrent one that it is."""

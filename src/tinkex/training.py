@@ -527,7 +527,7 @@ class TrainingClient:
             if loss_type_input != "logprobs":
                 raise ValueError(f"loss_type_input must be 'logprobs', got {loss_type_input!r}")
             warnings.warn(
-                "loss_type_input has no effect and will go: leave it out", FutureWarning, stacklevel=users_level()
+                "loss_type_input has no effect and will go: leave it out", DeprecationWarning, stacklevel=users_level()
             )
         originals = _checked(data)
         _check_options(options)
@@ -851,7 +851,7 @@ class TrainingClient:
             warnings.warn(
                 "save_weights_and_get_sampling_client makes a nameless sampler, name has no effect: "
                 "save_weights_for_sampler(name) saves under a name",
-                FutureWarning,
+                DeprecationWarning,
                 stacklevel=users_level(),
             )
         # The number is taken once: a request that is sent again must be the same request.

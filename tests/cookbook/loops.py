@@ -67,6 +67,35 @@ def settle_chance(tinker: Any) -> None:
     tinker.SamplingClient.sample_async = sample_async
 
 
+NOTED: dict[str, list[Any]] = {}
+"""The futures of all passes of the loop that runs, by the call that they came from."""
+
+
+def note_passes(tinker: Any) -> None:
+    """Keep what becomes of every pass: a weight that is wrong everywhere leaves no trace in what Adam learns."""
+    trainer = tinker.TrainingClient
+    plain, custom = trainer.forward_backward_async, trainer.forward_backward_custom
+
+    async def forward_backward_async(self: Any, *args: Any, **options: Any) -> Any:
+        future = await plain(self, *args, **options)
+        NOTED.setdefault("plain", []).append(future)
+        return future
+
+    def forward_backward_custom(self: Any, *args: Any, **options: Any) -> Any:
+        future = custom(self, *args, **options)
+        NOTED.setdefault("custom", []).append(future)
+        return future
+
+    trainer.forward_backward_async, trainer.forward_backward_custom = forward_backward_async, forward_backward_custom
+
+
+def losses(call: str) -> dict[str, list[float]]:
+    """The losses of the passes of the loop that has just run, as they came back; a custom pass may hide plain ones."""
+    passes = NOTED.pop(call)
+    NOTED.clear()
+    return {"loss:sum": [one.result().metrics["loss:sum"] for one in passes]}
+
+
 def _seeded(self: Any, create: Any, *args: Any, **options: Any) -> Any:
     return create(self, *args, **{"seed": SEED, **options})
 
@@ -135,7 +164,7 @@ def supervised(url: str, log: Path, text: Path, *, break_off: bool = False) -> d
     )
     with contextlib.suppress(BrokenOffError):
         asyncio.run(train.main(config))
-    return figures(log, "train_mean_nll", "test/nll")
+    return figures(log, "train_mean_nll", "test/nll") | losses("plain")
 
 
 def preferences(url: str, log: Path, start: str) -> dict[str, list[float]]:
@@ -175,7 +204,7 @@ def preferences(url: str, log: Path, start: str) -> dict[str, list[float]]:
         max_steps=3,
     )
     train_dpo.main(config)
-    return figures(log, "dpo_loss", "margin", "accuracy", "test/nll")
+    return figures(log, "dpo_loss", "margin", "accuracy", "test/nll") | losses("custom")
 
 
 def rewards(url: str, log: Path, start: str) -> dict[str, list[float]]:
@@ -201,7 +230,8 @@ def rewards(url: str, log: Path, start: str) -> dict[str, list[float]]:
         compute_post_kl=True,
     )
     asyncio.run(train.main(config))
-    return figures(log, "env/all/reward/total", "optim/entropy", "optim/kl_sample_train_v1", "kl_pre_post_v2")
+    names = ("env/all/reward/total", "optim/entropy", "optim/kl_sample_train_v1", "kl_pre_post_v2")
+    return figures(log, *names) | losses("plain")
 
 
 async def evaluation(url: str, path: str) -> dict[str, list[float]]:
@@ -259,6 +289,7 @@ def main(client: str, server: str, place: str) -> None:
     directory = Path(place)
     directory.mkdir(parents=True, exist_ok=True)
     settle_chance(tinker)
+    note_passes(tinker)
     with embedded(client, directory) if server == "embedded" else contextlib.nullcontext(server) as url:
         found = run_all(url, directory)
     known = {"client": tinker.ServiceClient.__module__.partition(".")[0], "loops": found}

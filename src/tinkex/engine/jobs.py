@@ -334,7 +334,8 @@ def _limit(request: SampleRequest, prompt: int, context: int) -> int:
     scoring = asked == 1 and (request.prompt_logprobs or request.topk_prompt_logprobs)
     if prompt + asked > context and not scoring:
         raise EngineError(
-            f"a prompt of {prompt} tokens and max_tokens {asked} exceed the context window of {context}; "
-            f"at most {context - prompt} tokens can be sampled"
+            # by these words programs know that the prompt, and nothing else, is too long
+            f"Prompt length plus max_tokens exceeds the context window: {prompt} prompt tokens + {asked} max_tokens "
+            f"> {context}; at most {max(0, context - prompt)} tokens can be sampled"
         )
     return asked

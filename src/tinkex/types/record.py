@@ -352,9 +352,11 @@ def number(value: Any, name: str) -> float:
 
 
 def whole(value: Any, name: str) -> int:
-    """An integer of any kind as an int; `ValueError` names the field otherwise."""
+    """An integer of any kind, 8.0 among them, as an int; `ValueError` names the field otherwise."""
     if type(value) is int:
         return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{name} must be an integer, got {type(value).__name__}")
     return int(value)
