@@ -182,7 +182,7 @@ def test_clients_exchange_keys_when_the_server_wants_it(serve: Serve, store: Sto
         assert service.create_sampling_client(base_model="fake")
     with RestClient(base_url=url, api_key=key) as rest:
         if not tokens:
-            with pytest.raises(RuntimeError, match="no tokens"):
+            with pytest.raises(RuntimeError, match="gives none in exchange"):
                 rest.whoami().result(10)
             return
         me = rest.whoami().result(10)

@@ -478,7 +478,7 @@ SEEN: dict[str, Any] = {
     "a sampler of what is gone": "BadRequestError, POST create_sampling_session: 400, application/json of ['detail']",
     "a sampler of nothing": "ValueError",
     "a sampler of another path": "ValueError",
-    "a model that is not there": "RequestFailedError, user",
+    "a model that is not there": "BadRequestError, POST create_model: 400, application/json of ['detail']",
     "nothing to train": "AssertionError",
     "no data": "ValueError",
     "two kinds of parameters": "ValueError",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,14 @@ def clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(metrics, "_shared", None)
     heard = {known.handler_id for known in events.handlers()}
+    # A page may put tinkex in place of tinker, which other tests have imported.
+    theirs = {
+        name: sys.modules.pop(name) for name in list(sys.modules) if re.match(r"tinker(\.|$)|tinkex\.compat", name)
+    }
     yield
+    if "tinkex.compat" in sys.modules:
+        sys.modules["tinkex.compat"].uninstall()
+    sys.modules.update(theirs)
     tinkex.configure()
     for known in events.handlers():
         if known.handler_id not in heard:

@@ -943,7 +943,7 @@ def test_data_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
 def test_the_rest(wire: Wire) -> None:
     assert wire.get("healthz") == {"status": "ok"}
     [model] = wire.get("get_server_capabilities")["supported_models"]
-    assert model == {"model_name": "fake", "max_context_length": 64, "trainable": True, "sampleable": True}
+    assert model == {"model_name": "fake", "max_context_length": 1 << 20, "trainable": True, "sampleable": True}
     assert wire.post("telemetry", {"events": [{"event": "X", "n": 1}], "session_id": "any"}) == {"status": "accepted"}
     config = wire.post("client/config", {"sdk_version": "0.36.0"})
     assert config["sample_use_retrieve_futures"] is False

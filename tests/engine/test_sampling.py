@@ -375,10 +375,10 @@ def test_limits(trained: TorchEngine, sample: Sample) -> None:
         (
             PROMPT,
             {"max_tokens": 44},
-            "a prompt of 5 tokens and max_tokens 44 exceed the context window of 48; at most 43",
+            r"exceeds the context window: 5 prompt tokens \+ 44 max_tokens > 48; at most 43",
         ),
-        ([5] * 48, {"max_tokens": 1}, "a prompt of 48 tokens and max_tokens 1 exceed"),
-        ([5] * 48, {"max_tokens": 2, "request": {"prompt_logprobs": True}}, "exceed the context window"),
+        ([5] * 48, {"max_tokens": 1}, r"48 prompt tokens \+ 1 max_tokens > 48"),
+        ([5] * 48, {"max_tokens": 2, "request": {"prompt_logprobs": True}}, "exceeds the context window"),
         ([5, 96], {}, "prompt: token 96 is outside the vocabulary of 96"),
         (PROMPT, {"num_samples": 0}, "num_samples must be between 1 and 1024, got 0"),
         (PROMPT, {"num_samples": 1025}, "num_samples must be between 1 and 1024, got 1025"),

@@ -43,6 +43,25 @@ def check_optimizer(config: OptimizerConfigBase) -> None:
         raise EngineError(f"optimizer {config.to_wire()} is not supported; there are {known}")
 
 
+def token_limit(request: SampleRequest, prompt: int, context: int) -> int:
+    """How many tokens a sample may have. One token beyond the window is allowed to who only wants prompt scores.
+
+    Raises:
+        EngineError: The prompt and what is asked for do not fit the window.
+    """
+    asked = request.sampling_params.max_tokens
+    if asked is None:
+        return context - prompt
+    scoring = asked == 1 and (request.prompt_logprobs or request.topk_prompt_logprobs)
+    if prompt + asked > context and not scoring:
+        raise EngineError(
+            # by these words programs know that the prompt, and nothing else, is too long
+            f"Prompt length plus max_tokens exceeds the context window: {prompt} prompt tokens + {asked} max_tokens "
+            f"> {context}; at most {max(0, context - prompt)} tokens can be sampled"
+        )
+    return asked
+
+
 @dataclass(frozen=True, slots=True)
 class BaseModel:
     """A base model an engine serves."""

@@ -66,12 +66,14 @@ class _Job:
 class FakeEngine:
     """Stands in for an engine. `fail` is called with each method's name and subject first, and may raise.
 
-    Every call takes `delay` seconds, and a step of sampling `step_delay` more.
+    Every call takes `delay` seconds, and a step of sampling `step_delay` more. Prompts longer than `longest_prompt`
+    fail when they are started: a server cannot know that before.
     """
 
-    base_models: Sequence[BaseModel] = (BaseModel("fake", context_length=64, vocab_size=256, arch="fake"),)
+    base_models: Sequence[BaseModel] = (BaseModel("fake", context_length=1 << 20, vocab_size=256, arch="fake"),)
     delay: float = 0.0
     step_delay: float = 0.0
+    longest_prompt: int = 64
     fail: Callable[[str, str], None] = lambda method, subject: None
     _adapters: dict[str, _Adapter] = field(default_factory=dict)
     _losses: set[str] = field(default_factory=set)
@@ -222,9 +224,9 @@ class FakeEngine:
         self._enter("sample_start", job)
         if sampler not in self._samplers:
             raise EngineError(f"there is no sampler {sampler!r}")
-        length, window = request.prompt.length, min(model.context_length for model in self.base_models)
-        if not 0 < length <= window:
-            raise EngineError(f"prompt: {length} tokens do not fit the context window of {window}")
+        length, most = request.prompt.length, self.longest_prompt
+        if not 0 < length <= most:
+            raise EngineError(f"prompt: {length} tokens do not fit the context window of {most}")
         self._jobs[job] = _Job(self._samplers[sampler], request, seed, listener)
 
     def sample_step(self) -> Sequence[SampleDone]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tinkex.engine import DrawnToken, EngineError, Listener
+from tinkex.engine import DrawnToken, EngineError, Listener, token_limit
 from tinkex.engine.cache import prompt_keys
 from tinkex.engine.choices import choose, uniforms
 from tinkex.engine.losses import read_tokens
@@ -246,7 +246,7 @@ class Job:
         self.source, self.request, self.seed = source, request, seed
         self.prompt = read_tokens(request.prompt, "prompt", config.context)
         _check(request, self.prompt, config.vocab)
-        self.limit = _limit(request, self.prompt.size, config.context)
+        self.limit = token_limit(request, self.prompt.size, config.context)
         self._stop = StopRule(source, request.sampling_params.stop, request.num_samples)
         self.scores = PromptScores(self.prompt, request, seed, config.vocab)
         self.samples = [Sample(index, [], [], []) for index in range(request.num_samples)]
@@ -324,18 +324,3 @@ def _check(request: SampleRequest, prompt: Array, vocab: int) -> None:
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and (last_n < 1 or not (request.prompt_logprobs or request.topk_prompt_logprobs)):
         raise EngineError("prompt_logprobs_last_n must be at least 1 and needs prompt_logprobs")
-
-
-def _limit(request: SampleRequest, prompt: int, context: int) -> int:
-    """How many tokens a sample may have. One token beyond the window is allowed to who only wants prompt scores."""
-    asked = request.sampling_params.max_tokens
-    if asked is None:
-        return context - prompt
-    scoring = asked == 1 and (request.prompt_logprobs or request.topk_prompt_logprobs)
-    if prompt + asked > context and not scoring:
-        raise EngineError(
-            # by these words programs know that the prompt, and nothing else, is too long
-            f"Prompt length plus max_tokens exceeds the context window: {prompt} prompt tokens + {asked} max_tokens "
-            f"> {context}; at most {max(0, context - prompt)} tokens can be sampled"
-        )
-    return asked

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from tinkex.codec import JSON, Body
-from tinkex.engine import EngineError, Listener
+from tinkex.engine import EngineError, Listener, token_limit
 from tinkex.server.accounts import auth_token, delete_api_key, get_api_key
 from tinkex.server.checkpoints import Wanted, find_checkpoint, readable, save_checkpoint
 from tinkex.server.completions import poll, target_of
@@ -576,6 +576,7 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
     """Draw samples; a repeated number gives the original receipt, and draws nothing."""
     request: SampleRequest = call.request
     sampler = await _sampler_of(state, call, request)
+    _check_window(state, sampler, request)
     number = secrets.token_hex(8) if request.seq_id is None else request.seq_id
     request_id = call.request_id or f"{sampler.sampler_id}:{number}"
     target = target_of(sampler.sampler_id, request.seq_id)
@@ -605,6 +606,7 @@ async def stream_sample(state: State, call: Call) -> SampleStream:
     """Draw samples and send each token when it is there; the number is not used, for nothing is kept under it."""
     request: SampleRequest = call.request
     sampler = await _sampler_of(state, call, request)
+    _check_window(state, sampler, request)
     source = await find_source(state, sampler)
     job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
 
@@ -633,6 +635,16 @@ async def _sampler_of(state: State, call: Call, request: SampleRequest) -> Sampl
         raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
     state.hear(sampler.session_id)
     return sampler
+
+
+def _check_window(state: State, sampler: Sampler, request: SampleRequest) -> None:
+    """Refuse what does not fit the model's window at once: programs look for this in the answer to their request."""
+    window = state.windows.get(sampler.base_model)
+    if window is not None:
+        try:
+            token_limit(request, request.prompt.length, window)
+        except EngineError as error:
+            raise Refusal(400, str(error)) from None
 
 
 async def join_sampling_session(state: State, call: Call) -> JoinSamplingSessionResponse:

@@ -162,6 +162,8 @@ class State:
         self.limits = limits
         self.worker = Worker(engine)
         self.promises = Promises()
+        self.windows = {model.name: model.context_length for model in engine.models()}
+        """How many tokens each base model takes."""
         self.runs: dict[str, LiveRun] = {}
         self.heard: dict[str, float] = {}
         self.snapshots: dict[str, Path | None] = {}
