@@ -31,7 +31,7 @@ TINY = "tinkex/tiny"
 
 @pytest.fixture(scope="module")
 def engine() -> FakeEngine:
-    return FakeEngine((BaseModel(TINY, context_length=512, vocab_size=2048, arch="fake"),))
+    return FakeEngine((BaseModel(TINY, context_length=512, vocab_size=2048, arch="fake"),), longest_prompt=512)
 
 
 @pytest.fixture(scope="module")
