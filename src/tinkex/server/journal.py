@@ -90,6 +90,8 @@ class _Job:
     segment: Segment
     data: bytes
     done: asyncio.Future[None]
+    last: bool = False
+    """Whether nothing more will come for this file, so that it is closed."""
 
 
 class Committer:
@@ -104,13 +106,16 @@ class Committer:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def write(self, segment: Segment, data: bytes) -> asyncio.Future[None]:
-        """Append bytes to a file; the future is done when they are safe. Call it on the event loop."""
+    def write(self, segment: Segment, data: bytes, *, last: bool = False) -> asyncio.Future[None]:
+        """Append bytes to a file; the future is done when they are safe. Call it on the event loop.
+
+        After the `last` ones the file is closed.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tinkex-journal", daemon=True)
             self._thread.start()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._jobs.put(_Job(segment, data, done))
+        self._jobs.put(_Job(segment, data, done, last))
         return done
 
     def stop(self) -> None:
@@ -147,6 +152,8 @@ class Committer:
             jobs[0].segment.write([job.data for job in jobs], flush=self._flush)
         except (OSError, ValueError) as error:
             failed = error if isinstance(error, OSError) else OSError(str(error))
+        if any(job.last for job in jobs):  # here and not on the loop, which may have ended by then
+            jobs[0].segment.close()
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
             jobs[0].done.get_loop().call_soon_threadsafe(_settle, jobs, failed)
 
@@ -193,7 +200,7 @@ class Journal:
             self._last = max(taken, default=0)
         self._last += 1
         if (old := self._file) is not None:
-            self._committer.write(old, b"").add_done_callback(lambda _: old.close())
+            self._committer.write(old, b"", last=True)
         self._file = Segment(self.directory / f"segment-{self._last:08d}.log")
         self._size = 0
 
