@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +41,8 @@ def _own_places() -> None:
 
 
 _own_places()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is to run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CORPUS = ["the cat sat on the mat and the dog ran", "hello world, how are you today?", "12 + 34 = 46"]
 

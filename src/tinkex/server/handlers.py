@@ -187,6 +187,7 @@ async def finish_session(state: State, call: Call) -> Empty:
     session_id = call.path["session_id"]
     if await asyncio.to_thread(state.store.session_state, session_id) is None:
         raise Refusal(404, f"there is no session {session_id!r}")
+    state.heard.pop(session_id, None)  # from here on the record says whether it is open
     await asyncio.to_thread(state.store.finish_session, session_id, request.reason.type, request.detail)
     state.end_session(session_id)
     return Empty()

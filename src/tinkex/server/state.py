@@ -350,6 +350,7 @@ class State:
         await self.note_read_samples()
         now, seconds = time.monotonic(), self.limits.session_seconds
         for session_id in [s for s, heard in self.heard.items() if heard < now - seconds]:
+            self.heard.pop(session_id, None)  # from here on the record says whether it is open
             await asyncio.to_thread(self.store.finish_session, session_id, EXPIRED, self._silence())
             self.end_session(session_id)
         heard = [(time.time() - (now - heard), session_id) for session_id, heard in self.heard.items()]
