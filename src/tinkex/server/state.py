@@ -350,9 +350,9 @@ class State:
         await self.note_read_samples()
         now, seconds = time.monotonic(), self.limits.session_seconds
         for session_id in [s for s, heard in self.heard.items() if heard < now - seconds]:
-            self.heard.pop(session_id, None)  # from here on the record says whether it is open
+            self.end_session(session_id)  # first, so that nobody who reads the record finds anything of it alive
             await asyncio.to_thread(self.store.finish_session, session_id, EXPIRED, self._silence())
-            self.end_session(session_id)
+            self.heard.pop(session_id, None)  # who was heard from meanwhile came too late
         heard = [(time.time() - (now - heard), session_id) for session_id, heard in self.heard.items()]
         await asyncio.to_thread(self._note_heard, heard)
         await asyncio.to_thread(self.catalogue.touch, self._take_asked())
