@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tinkex.server import journal
 from tinkex.server.journal import Committer, Journal
 
 Open = Callable[[Path], Journal]
@@ -96,3 +97,19 @@ def test_a_segment_that_nothing_was_written_to_is_gone_on_with(tmp_path: Path) -
 
     committing(work)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["segment-00000001.log", "segment-00000002.log"]
+
+
+def test_a_segment_that_is_closed_while_its_first_write_fails_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = journal.Segment(tmp_path / "run" / "segment-00000001.log")
+
+    def gone(path: Path) -> None:  # the run is let go at this moment, and its directory with it
+        segment.close()
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(journal, "sync_directory", gone)
+    with pytest.raises(FileNotFoundError):
+        segment.write([b"x"], flush=False)
+    assert segment._file is not None
+    assert segment._file.closed

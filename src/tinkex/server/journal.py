@@ -52,27 +52,32 @@ class Segment:
 
     def write(self, pieces: Sequence[bytes], *, flush: bool) -> None:
         """Append to the file, and see it safe on disk: all of it, or nothing when that fails."""
-        with self._writing:
-            if self._is_closed:
-                raise OSError(f"{self.name} is closed: its run or session has ended")
-            if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = FileIO(self._path, "xb")
-                sync_directory(self._path.parent)
-            try:
-                rest = memoryview(b"".join(pieces))
-                while rest:
-                    rest = rest[self._file.write(rest) :]
-                if flush:
-                    os.fdatasync(self._file.fileno())
-            except OSError:
-                with contextlib.suppress(OSError):  # what was refused must not come to life in a later one
-                    self._file.truncate(self._size)
-                    self._file.seek(self._size)
-                raise
-            self._size = self._file.tell()
+        try:
+            with self._writing:
+                self._append(pieces, flush=flush)
+        finally:
+            if self._is_closed:  # meanwhile, and perhaps its directory is gone as well
+                self.close()
+
+    def _append(self, pieces: Sequence[bytes], *, flush: bool) -> None:
         if self._is_closed:
-            self.close()
+            raise OSError(f"{self.name} is closed: its run or session has ended")
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = FileIO(self._path, "xb")
+            sync_directory(self._path.parent)
+        try:
+            rest = memoryview(b"".join(pieces))
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            if flush:
+                os.fdatasync(self._file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):  # what was refused must not come to life in a later one
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+            raise
+        self._size = self._file.tell()
 
     def close(self) -> None:
         """Let go of the file, at once or when what is being written to it has been."""
