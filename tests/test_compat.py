@@ -406,8 +406,3 @@ def test_what_differs_is_so_there() -> None:
     done = subprocess.run([sys.executable, "-c", code, expressions], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [theirs for _, theirs, _ in rows()]
-
-
-def test_the_guides_program_runs(compat: ModuleType) -> None:
-    for program in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
-        exec(program, {})
