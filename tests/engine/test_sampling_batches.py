@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.conftest import FAMILIES, SMALL, Checkpoint
-from tinkex.engine import EngineError, choices, run_pass
+from tinkex.engine import EngineError, choices, decoding, run_pass
 from tinkex.engine.cache import BLOCK, Blocks, block_bytes, prompt_keys
 from tinkex.engine.choices import choose, uniforms
 from tinkex.engine.sampler import Limits, Sampler
@@ -123,8 +123,12 @@ MIXED: list[tuple[str, SampleRequest, int]] = [
 
 
 @pytest.mark.covers("S36")
-@pytest.mark.parametrize("prefixes", [True, False], ids=["sharing", "not-sharing"])
-def test_neighbours_change_no_bit(prefixes: bool, limits: Any) -> None:
+@pytest.mark.parametrize(
+    ("prefixes", "threads"), [(True, 1), (False, 1), (True, 2)], ids=["sharing", "not-sharing", "two-threads"]
+)
+def test_neighbours_change_no_bit(prefixes: bool, threads: int, limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(threads)
+    monkeypatch.setattr(decoding, "LONG_ATTENTION", 1 << 14)  # some steps are over it, some under
     expected = []
     for sampler, request, seed in MIXED:
         expected.append(alone(limits(share_prefixes=False), sampler, request, seed))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -27,6 +28,7 @@ from tinkex.engine.attention import AttentionRule, attend, soft_cap, visible, wi
 from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for, zeros
 from tinkex.engine.copies import mark, to_device
 from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
+from tinkex.engine.openmp import Threads
 from tinkex.engine.row_adapters import Bank, Products, RowAdapters, padded, widest
 
 if TYPE_CHECKING:
@@ -34,9 +36,13 @@ if TYPE_CHECKING:
 
 SMALLEST_SLAB = 128
 FIRST_SLOTS = 32
-"""Room in a new slab. It takes memory where rows lie, so that more costs nothing; making room later means a copy."""
+"""Room in a new slab. It takes memory where rows lie, so that more costs little; making room later means a copy."""
 CUDA_TILE = 512
 """Queries attended at once in prefill on a GPU; on a CPU a block of them, so that the bits do not depend on more."""
+KEPT_SLAB = 512 << 20
+"""An empty slab of up to so many bytes is kept: to touch fresh memory takes longer than many a job."""
+LONG_ATTENTION = 1 << 18
+"""From so many numbers in a layer's keys on, a CPU attends with all threads."""
 LEAST_RANKS = 32
 KERNEL_WIDTH = 16
 KERNEL_ERROR = 0.03
@@ -260,6 +266,7 @@ class SlabDecoding:
     def __init__(self, model: Decoder, pool: Pool, products: Products) -> None:
         self._model, self._pool, self._products = model, pool, products
         self._slabs: dict[int, _Slab] = {}
+        self._one_thread, self._all_threads = Threads(1), Threads(torch.get_num_threads())
 
     def join(self, row: Row, prompt: Sequence[int]) -> None:
         """Copy the prompt's keys and values into a slot."""
@@ -277,8 +284,8 @@ class SlabDecoding:
             slab.kv[:, :, slot] = slab.kv[:, :, last.place[1]]
             slab.rows[slot] = last
             last.place = (length, slot)
-        slab.kv[:, :, len(slab.rows)] = 0
-        if not slab.rows:
+        slab.kv[:, :, len(slab.rows), :, : last.length + 1] = 0  # with what a pass that failed may have written
+        if not slab.rows and slab.kv.nbytes > KEPT_SLAB:
             del self._slabs[length]
 
     def arrange(self, rows: list[Row]) -> list[Row]:
@@ -294,11 +301,12 @@ class SlabDecoding:
         tokens, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
         tokens[: len(rows)], positions[: len(rows)] = [r.token for r in rows], [r.length for r in rows]
         lora = RowAdapters.of(self._products, [row.lora for row in rows], total)
-        attention = _SlabAttention(self._model, self._slabs, rows, total)
-        hidden_TD = hidden_states(self._model, put(tokens, embed), put(positions, embed), attention, lora)
-        for row in rows:
-            row.length += 1
-        return self._model.logits(hidden_TD, lora)[: len(rows)]
+        attention = _SlabAttention(self._model, self._slabs, rows, total, self._all_threads)
+        with self._one_thread:  # but for the products and long attention, waking another takes longer than the work
+            hidden_TD = hidden_states(self._model, put(tokens, embed), put(positions, embed), attention, lora)
+            for row in rows:
+                row.length += 1
+            return self._model.logits(hidden_TD, lora)[: len(rows)]
 
     def keep(self, tokens_B: torch.Tensor) -> None:
         """Tokens are always read at once."""
@@ -330,10 +338,14 @@ class SlabDecoding:
 class _SlabAttention:
     """Attention of one new position of each row to what lies in its slot."""
 
-    def __init__(self, model: Decoder, slabs: dict[int, _Slab], rows: Sequence[Row], total: int) -> None:
+    def __init__(
+        self, model: Decoder, slabs: dict[int, _Slab], rows: Sequence[Row], total: int, threads: Threads
+    ) -> None:
         self._rules, self._total = model.attention, total
         index = {id(row): at for at, row in enumerate(rows)}
-        self._parts = [_SlabPart(slab, [index[id(row)] for row in slab.rows]) for slab in slabs.values()]
+        self._parts = [
+            _SlabPart(slab, [index[id(row)] for row in slab.rows], threads) for slab in slabs.values() if slab.rows
+        ]
         self._plain = len(self._parts) == 1 and isinstance(self._parts[0].rows, slice) and total == len(rows)
 
     def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
@@ -351,14 +363,16 @@ class _SlabAttention:
 class _SlabPart:
     """The rows of a pass that lie in one slab."""
 
-    def __init__(self, slab: _Slab, order: list[int]) -> None:
+    def __init__(self, slab: _Slab, order: list[int], threads: Threads) -> None:
         straight = range(order[0], order[0] + len(order))
         self.rows = slice(straight.start, straight.stop) if order == list(straight) else torch.tensor(order)
         """Where they are in the pass, in the order of their slots."""
         self._slab = slab
-        groups, size = slab.kv.shape[3:5]
+        groups, size, channels = slab.kv.shape[3:]
         positions = np.array([row.length for row in slab.rows])
         self._width = blocks_for(int(positions.max()) + 1) * BLOCK
+        is_long = len(order) * groups * self._width * channels >= LONG_ATTENTION
+        self._threads = threads if is_long else nullcontext()
         heads = np.arange(len(order) * groups)
         self._places = torch.from_numpy(heads * size + positions.repeat(groups))
         self._positions_B1 = torch.from_numpy(positions)[:, None]
@@ -375,13 +389,15 @@ class _SlabPart:
         size, used = self._slab.kv.shape[4], count * groups
         k, v = (x.view(-1, size, channels)[:used, : self._width] for x in (keys, values))
         q = q_BHC.reshape(used, -1, channels)
-        return weigh(q, k, v, self._bias(rule, groups, q.dtype), rule).view(count, -1)
+        with self._threads:
+            return weigh(q, k, v, self._bias(rule, groups, q.shape[1], q.dtype), rule).view(count, -1)
 
-    def _bias(self, rule: AttentionRule, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    def _bias(self, rule: AttentionRule, groups: int, queries: int, dtype: torch.dtype) -> torch.Tensor:
         if rule.window not in self._biases:
             seen_B1S = visible(self._positions_B1, torch.arange(self._width), rule)
             bias = torch.zeros(seen_B1S.shape, dtype=dtype).masked_fill_(~seen_B1S, -torch.inf)
-            self._biases[rule.window] = bias.repeat_interleave(groups, dim=0)
+            # Written out, because it is what products begin with, and a copy in one piece is the quickest.
+            self._biases[rule.window] = bias.repeat_interleave(groups, dim=0).repeat(1, queries, 1)
         return self._biases[rule.window]
 
 

@@ -1,14 +1,19 @@
-"""Keeps OpenMP's threads from spinning while they wait.
+"""How OpenMP's threads wait, and how many of them an operation gets.
 
 On a machine with anything else to do, a thread that spins takes the core its partner needs, and every small operation
-crawls: measured on two shared cores, a decoding step of 5 ms took 100. Spinning gains next to nothing on a quiet one.
+crawls: measured on two shared cores, a decoding step of 5 ms took 100. Threads that sleep have to be woken, though,
+which takes longer than many an operation: `Threads` keeps small ones to the thread that starts them.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 _settled = threading.Lock()
 _idle = threading.Event()
@@ -34,3 +39,49 @@ def _hold_team(ready: threading.Event) -> None:
     torch.ones(1 << 18).exp_()  # large enough to be split, so that a team is made
     ready.set()
     _idle.wait()
+
+
+class Threads:
+    """Within the block, operations that the calling thread starts use so many threads.
+
+    Other threads keep the number they have, which `torch.set_num_threads` would not let them. Without effect where
+    PyTorch has no OpenMP that can be reached.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._before: list[tuple[int, int]] = []
+
+    def __enter__(self) -> None:
+        if (runtime := _runtime()) is not None:
+            self._before.append(runtime.set(self.count, self.count))
+
+    def __exit__(self, *_: object) -> None:
+        if (runtime := _runtime()) is not None:
+            runtime.set(*self._before.pop())
+
+
+class _Runtime:
+    """The functions of OpenMP and of MKL, where there is one, that PyTorch itself uses."""
+
+    def __init__(self, library: ctypes.PyDLL) -> None:
+        self._set_mkl: Any = getattr(library, "MKL_Set_Num_Threads_Local", None)
+        self._get, self._set = library.omp_get_max_threads, library.omp_set_num_threads
+
+    def set(self, openmp: int, mkl: int) -> tuple[int, int]:
+        """What the calling thread uses from now on, and what it has used."""
+        before = self._get()
+        self._set(openmp)
+        return before, 0 if self._set_mkl is None else self._set_mkl(mkl)
+
+
+@functools.cache
+def _runtime() -> _Runtime | None:
+    import torch
+
+    names = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}
+    try:
+        library = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / names[sys.platform]))
+        return _Runtime(library)
+    except (KeyError, OSError, AttributeError):
+        return None

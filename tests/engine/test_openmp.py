@@ -1,0 +1,110 @@
+"""How many threads operations use: a block of its own number, for the thread that is in it and no other."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from engine.conftest import Sample
+from tinkex.engine import decoding, row_adapters
+from tinkex.engine.openmp import Threads, _runtime
+from tinkex.engine.torch_engine import TorchEngine
+from tinkex.types.inputs import ModelInput
+from tinkex.types.sampling import SampleRequest, SamplingParams
+
+pytestmark = pytest.mark.skipif(_runtime() is None, reason="PyTorch's OpenMP cannot be reached here")
+
+
+def test_a_block_has_its_own_number_of_threads() -> None:
+    torch.set_num_threads(2)
+    one, two = Threads(1), Threads(2)
+    with one:
+        assert torch.get_num_threads() == 1
+        with two:
+            assert torch.get_num_threads() == 2
+            with two:
+                assert torch.get_num_threads() == 2
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+
+
+def test_a_block_that_fails_leaves_the_number_as_it_was() -> None:
+    torch.set_num_threads(2)
+    with pytest.raises(ValueError, match="broken"), Threads(1):
+        raise ValueError("broken")
+    assert torch.get_num_threads() == 2
+
+
+def test_other_threads_keep_theirs_even_when_they_begin_meanwhile() -> None:
+    torch.set_num_threads(2)
+    inside, seen = threading.Event(), threading.Event()
+
+    def elsewhere() -> int:
+        inside.wait(30)
+        count = torch.get_num_threads()  # the first that this thread asks
+        seen.set()
+        return count
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(elsewhere)
+        with Threads(1):
+            inside.set()
+            assert seen.wait(30)
+        assert answer.result(30) == 2
+
+
+def test_in_a_decoding_step_products_have_all_threads_and_the_rest_one(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: dict[str, set[int]] = {"products": set(), "adapters": set()}
+    multiply, add_share = row_adapters._onednn(), row_adapters._add_share
+    if multiply is None:
+        pytest.skip("PyTorch has no oneDNN here")
+
+    def seen(what: str, function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            counts[what].add(torch.get_num_threads())
+            return function(*args)
+
+        return run
+
+    engine.snapshot("a", "s")
+    torch.set_num_threads(2)
+    monkeypatch.setattr(row_adapters, "_onednn", lambda: seen("products", multiply))
+    monkeypatch.setattr(row_adapters, "_add_share", seen("adapters", add_share))
+    params = SamplingParams(max_tokens=4, stop=[])
+    request = SampleRequest(prompt=ModelInput.from_ints([1, 2, 3]), sampling_params=params)
+    engine.sample_start("job", "s", request, 0)
+    engine.sample_step()  # the prompt
+    assert counts == {"products": {2}, "adapters": {2}}
+    counts["adapters"].clear()
+    engine.sample_step()
+    assert counts == {"products": {2}, "adapters": {1}}
+    assert torch.get_num_threads() == 2
+
+
+def test_room_of_rows_that_have_ended_is_kept_and_empty(engine: TorchEngine, sample: Sample) -> None:
+    engine.snapshot("a", "s")
+    first = sample(engine, [5, 6, 7], max_tokens=9, stop=[])
+    (runner,) = engine._sampler._runners.values()
+    slabs = runner._decoding._slabs  # type: ignore[attr-defined]
+    (slab,) = slabs.values()
+    assert not slab.rows
+    assert not slab.kv.any()
+    kept = slab.kv.data_ptr()
+    again = sample(engine, [5, 6, 7], max_tokens=9, stop=[])
+    assert slabs[decoding.SMALLEST_SLAB].kv.data_ptr() == kept
+    assert again.sequences[0].logprobs == first.sequences[0].logprobs
+
+
+def test_large_room_is_given_back(engine: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "KEPT_SLAB", 0)
+    engine.snapshot("a", "s")
+    sample(engine, [5, 6, 7], max_tokens=9, stop=[])
+    (runner,) = engine._sampler._runners.values()
+    assert not runner._decoding._slabs  # type: ignore[attr-defined]
