@@ -38,6 +38,13 @@ class TinkerError(Exception):
     """The root: catch this to catch everything tinkex raises on purpose.
 
     Programs may set further attributes; they travel with the error.
+
+    Example:
+        >>> try:
+        ...     raise RateLimitError("slow down", retry_after=2.0)  # as any call may
+        ... except TinkerError as error:
+        ...     print(error.format(), error.is_retryable, error.retry_after)
+        [api_status (429)] slow down True 2.0
     """
 
     type: ClassVar[str] = "validation"
@@ -127,13 +134,29 @@ def _revive(kind: type[TinkerError], args: tuple[Any, ...]) -> TinkerError:
 
 
 class ConfigurationError(TinkerError, ValueError):
-    """Settings that are missing or contradict each other."""
+    """Settings that are missing or contradict each other.
+
+    Example:
+        >>> try:
+        ...     Config(base_url="127.0.0.1:8000")
+        ... except ConfigurationError as error:
+        ...     print(error.hint)
+        give a full URL such as http://127.0.0.1:8000, or "local"
+    """
 
     category = RequestErrorCategory.User
 
 
 class APIError(TinkerError):
-    """A request was made and did not give what was asked for."""
+    """A request was made and did not give what was asked for.
+
+    Example:
+        >>> try:
+        ...     raise BadRequestError("no such loss", body={"detail": "loss_fn"}, request_id="request-1")
+        ... except APIError as error:
+        ...     print(error.status, error.data, error.request_id)
+        400 {'detail': 'loss_fn'} request-1
+    """
 
     def __init__(
         self,
@@ -161,6 +184,11 @@ class APIConnectionError(APIError):
         request: What could not be sent.
         message: What happened.
         details: As for APIError.
+
+    Example:
+        >>> error = APIConnectionError("connection refused", attempts=11)
+        >>> error.format(), error.attempts, error.is_retryable
+        ('[api_connection] connection refused', 11, True)
     """
 
     type = "api_connection"
@@ -171,7 +199,13 @@ class APIConnectionError(APIError):
 
 
 class APITimeoutError(APIConnectionError, TimeoutError):
-    """The server did not answer in time."""
+    """The server did not answer in time.
+
+    Example:
+        >>> error = APITimeoutError()
+        >>> error.format(), isinstance(error, TimeoutError), isinstance(error, APIConnectionError)
+        ('[api_timeout] Request timed out.', True, True)
+    """
 
     type = "api_timeout"
 
@@ -188,6 +222,11 @@ class APIResponseValidationError(APIError):
         body: What the answer holds.
         message: What is wrong with it.
         details: As for APIError.
+
+    Example:
+        >>> error = APIResponseValidationError("metrics must be an object", status_code=200)
+        >>> error.format(), error.is_retryable
+        ('[validation] metrics must be an object', False)
     """
 
     type = "validation"
@@ -226,6 +265,11 @@ class APIStatusError(APIError):
         retry_after: Seconds to wait; else what the answer says.
         category: Whose fault it is; else what the answer says.
         details: As for APIError.
+
+    Example:
+        >>> error = error_for(418)("I am a teapot", status_code=418)
+        >>> type(error).__name__, error.status, error.is_user_error
+        ('APIStatusError', 418, True)
     """
 
     type = "api_status"
@@ -277,6 +321,10 @@ def category_of(status: int, body: object = None) -> RequestErrorCategory:
 
     Returns:
         The category.
+
+    Example:
+        >>> category_of(503), category_of(400, {"category": "server"})
+        (<RequestErrorCategory.Server: 'server'>, <RequestErrorCategory.Server: 'server'>)
     """
     told = str(body.get("category", "")).strip().lower() if isinstance(body, Mapping) else ""
     if status == 429:
@@ -289,67 +337,135 @@ def category_of(status: int, body: object = None) -> RequestErrorCategory:
 
 
 class BadRequestError(APIStatusError):
-    """400: the request makes no sense to the server."""
+    """400: the request makes no sense to the server.
+
+    Example:
+        >>> error = BadRequestError("top_p must be in (0, 1]")
+        >>> error.format(), error.is_user_error
+        ('[api_status (400)] top_p must be in (0, 1]', True)
+    """
 
     status_code = 400
 
 
 class AuthenticationError(APIStatusError):
-    """401: no key, or one the server does not know."""
+    """401: no key, or one the server does not know.
+
+    Example:
+        >>> print(AuthenticationError("the server does not know this key", hint="check TINKER_API_KEY"))
+        the server does not know this key
+        hint: check TINKER_API_KEY
+    """
 
     status_code = 401
 
 
 class BillingError(APIStatusError):
-    """402: the account must be topped up."""
+    """402: the account must be topped up.
+
+    Example:
+        >>> error = BillingError("the account is empty")
+        >>> error.status, error.is_retryable
+        (402, False)
+    """
 
     status_code = 402
 
 
 class PermissionDeniedError(APIStatusError):
-    """403: this key may not do that."""
+    """403: this key may not do that.
+
+    Example:
+        >>> error = PermissionDeniedError("this key may only sample")
+        >>> error.format()
+        '[api_status (403)] this key may only sample'
+    """
 
     status_code = 403
 
 
 class NotFoundError(APIStatusError):
-    """404: there is no such thing, or it is another owner's."""
+    """404: there is no such thing, or it is another owner's.
+
+    Example:
+        >>> try:
+        ...     raise NotFoundError("no checkpoint weights/step-100")  # as rest.delete_checkpoint(...).result() does
+        ... except NotFoundError as error:
+        ...     print(error.status, error)
+        404 no checkpoint weights/step-100
+    """
 
     status_code = 404
 
 
 class ConflictError(APIStatusError):
-    """409: the present state does not allow it."""
+    """409: the present state does not allow it.
+
+    Example:
+        >>> error = ConflictError("the run is being saved")
+        >>> is_retryable(error), error.is_retryable  # it may pass by itself, but it is the caller's conflict
+        (True, False)
+    """
 
     status_code = 409
 
 
 class GoneError(APIStatusError):
-    """410: it was there and has expired."""
+    """410: it was there and has expired.
+
+    Example:
+        >>> error = GoneError("the sampler has expired")
+        >>> is_retryable(error), error.is_retryable  # not by the same request: by a new sampler
+        (False, True)
+    """
 
     status_code = 410
 
 
 class UnprocessableEntityError(APIStatusError):
-    """422: understood, and wrong."""
+    """422: understood, and wrong.
+
+    Example:
+        >>> error = UnprocessableEntityError("data[0]: no target_tokens", body={"detail": "data[0]: no target_tokens"})
+        >>> error.status, error.data["detail"]
+        (422, 'data[0]: no target_tokens')
+    """
 
     status_code = 422
 
 
 class RateLimitError(APIStatusError):
-    """429: too much at once."""
+    """429: too much at once.
+
+    Example:
+        >>> error = RateLimitError("slow down", retry_after=1.5)
+        >>> error.retry_after, error.is_user_error, error.is_retryable
+        (1.5, False, True)
+    """
 
     status_code = 429
 
 
 class InternalServerError(APIStatusError):
-    """5xx: a fault on the server's side."""
+    """5xx: a fault on the server's side.
+
+    Example:
+        >>> error = InternalServerError("overloaded", status_code=503)
+        >>> error.format(), error.is_retryable
+        ('[api_status (503)] overloaded', True)
+    """
 
     status_code = 500
 
 
 class RequestFailedError(TinkerError):
-    """An accepted operation failed; `category` is "user", "server" or "unknown"."""
+    """An accepted operation failed; `category` is "user", "server" or "unknown".
+
+    Example:
+        >>> error = RequestFailedError("out of memory", "request-1", "server")
+        >>> error.category, error.is_retryable, error.request_id
+        (<RequestErrorCategory.Server: 'server'>, True, 'request-1')
+    """
 
     type = "request_failed"
     request_id: str
@@ -391,7 +507,14 @@ class RequestFailedError(TinkerError):
 
 
 class ExperimentalWarning(FutureWarning):
-    """What was called may change or go in any release."""
+    """What was called may change or go in any release.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", ExperimentalWarning)
+        ...     warnings.warn("this may change", ExperimentalWarning)
+    """
 
 
 STATUS_ERRORS: dict[int, type[APIStatusError]] = {
@@ -433,6 +556,10 @@ def is_retryable(error: BaseException) -> bool:
 
     Returns:
         Whether to send it again.
+
+    Example:
+        >>> is_retryable(RateLimitError("slow down")), is_retryable(BadRequestError("no such loss"))
+        (True, False)
     """
     if isinstance(error, TinkerError) and error.should_retry is not None:
         return error.should_retry

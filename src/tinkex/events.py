@@ -62,7 +62,12 @@ FUTURE_EVENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What an event carries: the names of its measurements and of its metadata, callers' own left out."""
+    """What an event carries: the names of its measurements and of its metadata, callers' own left out.
+
+    Example:
+        >>> CATALOGUE[HTTP_STOP].measurements
+        ('duration',)
+    """
 
     measurements: tuple[str, ...]
     metadata: tuple[str, ...]
@@ -110,14 +115,25 @@ or `model_seq_id` where there is one."""
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A handler and what it listens to; `names` is None for everything."""
+    """A handler and what it listens to; `names` is None for everything.
+
+    Example:
+        >>> Attachment("printer", frozenset([HTTP_STOP]), print).hears(HTTP_STOP)
+        True
+    """
 
     handler_id: str
     names: frozenset[str] | None
     handler: Handler
 
     def hears(self, name: str) -> bool:
-        """Whether events of this name are for the handler."""
+        """Whether events of this name are for the handler.
+
+        Example:
+            >>> everything = Attachment("printer", None, print)
+            >>> everything.hears(HTTP_STOP), everything.hears("my.event")
+            (True, True)
+        """
         return self.names is None or name in self.names
 
 
@@ -162,6 +178,11 @@ def detach(handler_id: str) -> bool:
 
     Returns:
         Whether there was one.
+
+    Example:
+        >>> attach("printer", ["my.event"], print)
+        >>> detach("printer"), detach("printer")
+        (True, False)
     """
     global _attached
     with _lock:
@@ -179,6 +200,11 @@ def handlers(name: str | None = None) -> list[Attachment]:
 
     Returns:
         The attachments.
+
+    Example:
+        >>> attach("printer", ["my.event"], print)
+        >>> [known.handler_id for known in handlers("my.event") if known.names is not None], detach("printer")
+        (['printer'], True)
     """
     return [known for known in _attached if name is None or known.hears(name)]
 
@@ -191,6 +217,11 @@ def is_heard(name: str | None = None) -> bool:
 
     Returns:
         Whether anybody does.
+
+    Example:
+        >>> attach("printer", ["my.event"], print)
+        >>> is_heard("my.event"), detach("printer")
+        (True, True)
     """
     return bool(_attached) if name is None else any(known.hears(name) for known in _attached)
 
@@ -202,6 +233,13 @@ def emit(name: str, measurements: Mapping[str, float], metadata: Mapping[str, An
         name: What happened.
         measurements: Numbers that go with it.
         metadata: What else is known.
+
+    Example:
+        >>> attach("printer", ["my.epoch"], lambda name, measurements, metadata: print(name, measurements["loss"]))
+        >>> emit("my.epoch", {"loss": 0.31}, {"epoch": 3})
+        my.epoch 0.31
+        >>> detach("printer")
+        True
     """
     for known in _attached:
         if known.hears(name):

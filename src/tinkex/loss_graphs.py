@@ -55,6 +55,11 @@ class LossHandle:
         session_id: The session in which it may be used.
         graph: The traced function.
         loss_id: Under which the server keeps it; None when it is computed by the caller.
+
+    Example:
+        >>> handle = trace(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}, "session-1")
+        >>> handle.input_names, handle.loss_id is None
+        (('logprobs',), True)
     """
 
     name: str
@@ -85,6 +90,12 @@ def trace(fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank], se
     Raises:
         ValueError: The function cannot be sent as a graph; the message says why and what to write instead.
         ImportError: Torch is not installed.
+
+    Example:
+        >>> def reinforce(logprobs, advantages):
+        ...     return -(logprobs * advantages).sum(), {"custom/mean:mean": logprobs.mean()}
+        >>> trace(reinforce, {"logprobs": 1, "advantages": 1}, "session-1").input_names
+        ('logprobs', 'advantages')
     """
     try:
         import torch.fx
@@ -215,7 +226,13 @@ def _qualified(function: Any) -> str:
 
 
 def wire_graph(handle: LossHandle) -> CustomLossGraph:
-    """The graph of a loss as data."""
+    """The graph of a loss as data.
+
+    Example:
+        >>> handle = trace(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}, "session-1")
+        >>> [node.target for node in wire_graph(handle).nodes]
+        ['logprobs', 'sum', 'operator.neg', 'output']
+    """
     nodes = []
     for node in handle.graph.graph.nodes:
         target = _qualified(node.target) if node.op == "call_function" else str(node.target)
@@ -259,7 +276,13 @@ def _wire_value(handle: LossHandle, value: Any) -> Any:
 
 
 def create_request(handle: LossHandle, seq: int) -> CreateCustomLossRequest:
-    """The request that stores a loss on a server; `seq` numbers the losses of a session from 0."""
+    """The request that stores a loss on a server; `seq` numbers the losses of a session from 0.
+
+    Example:
+        >>> handle = trace(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}, "session-1")
+        >>> create_request(handle, 0).inputs
+        [CustomLossInput(name='logprobs', rank=1)]
+    """
     return CreateCustomLossRequest(
         session_id=handle.session_id,
         custom_loss_seq_id=seq,
@@ -270,7 +293,16 @@ def create_request(handle: LossHandle, seq: int) -> CreateCustomLossRequest:
 
 
 def check_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
-    """Refuse data that lack an input of a loss, or hold it with another rank: `ValueError` names the datum."""
+    """Refuse data that lack an input of a loss, or hold it with another rank: `ValueError` names the datum.
+
+    Example:
+        >>> handle = trace(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}, "session-1")
+        >>> try:
+        ...     check_inputs(handle, [Datum(ModelInput.from_ints([1, 2]), {"weights": [1, 1]})])
+        ... except ValueError as error:
+        ...     print(error)
+        datum 0 has no 'target_tokens', which loss '<lambda>' takes; add it
+    """
     for index, datum in enumerate(data):
         for each in handle.inputs:
             name = "target_tokens" if each.name == "logprobs" else each.name  # every target has a log-probability
@@ -289,6 +321,13 @@ def per_datum(handle: LossHandle) -> CallerLoss:
     """A loss that the caller computes, for `forward_backward_custom` with a server that takes no graphs.
 
     The losses of the data are summed, and their metrics are summed or averaged as their names say.
+
+    Example:
+        >>> import torch
+        >>> handle = trace(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}, "session-1")
+        >>> data = [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})]
+        >>> per_datum(handle)(data, [torch.tensor([-0.5, -0.25])])
+        (tensor(0.7500), {})
     """
 
     def loss_fn(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:

@@ -52,6 +52,13 @@ class HistogramSummary(Record, frozen=True, kw_only=True):
     """A histogram in a few numbers; all but the count are None while it is empty.
 
     Mean, least and greatest are over all samples, percentiles over the newest.
+
+    Example:
+        >>> numbers = Metrics(enabled=False)
+        >>> for step_ms in (5, 15, 40):
+        ...     numbers.record_histogram("step_ms", step_ms)
+        >>> numbers.snapshot().histograms["step_ms"].p50
+        15
     """
 
     count: int = 0
@@ -64,7 +71,14 @@ class HistogramSummary(Record, frozen=True, kw_only=True):
 
 
 class Snapshot(Record, frozen=True, kw_only=True):
-    """All numbers at one moment, by name."""
+    """All numbers at one moment, by name.
+
+    Example:
+        >>> numbers = Metrics(enabled=False)
+        >>> numbers.increment("batches", 4)
+        >>> numbers.snapshot().counters
+        {'batches': 4}
+    """
 
     counters: dict[str, float]
     gauges: dict[str, float]
@@ -72,7 +86,15 @@ class Snapshot(Record, frozen=True, kw_only=True):
 
 
 class Histogram:
-    """Counts by bucket, and the newest samples for percentiles."""
+    """Counts by bucket, and the newest samples for percentiles.
+
+    Example:
+        >>> times = Histogram(buckets=[10, 100])
+        >>> for milliseconds in (5, 250):
+        ...     times.add(milliseconds)
+        >>> times.counts, times.summary().max
+        ([1, 0, 1], 250)
+    """
 
     def __init__(self, buckets: Sequence[float] = LATENCY_BUCKETS, max_samples: int = HISTOGRAM_MAX_SAMPLES) -> None:
         self.buckets = tuple(buckets)
@@ -82,14 +104,26 @@ class Histogram:
         self._newest: deque[float] = deque(maxlen=max_samples)
 
     def add(self, value: float) -> None:
-        """Take a sample; it belongs to the first bucket whose bound it does not exceed, else to the last one."""
+        """Take a sample; it belongs to the first bucket whose bound it does not exceed, else to the last one.
+
+        Example:
+            >>> times = Histogram(buckets=[10, 100])
+            >>> times.add(10)
+            >>> times.counts
+            [1, 0, 0]
+        """
         self.counts[bisect.bisect_left(self.buckets, value)] += 1
         self.total += value
         self._least, self._greatest = min(self._least, value), max(self._greatest, value)
         self._newest.append(value)
 
     def summary(self) -> HistogramSummary:
-        """The numbers of a snapshot."""
+        """The numbers of a snapshot.
+
+        Example:
+            >>> Histogram().summary().count
+            0
+        """
         if not self._newest:
             return HistogramSummary()
         count, ordered = sum(self.counts), sorted(self._newest)
@@ -115,6 +149,12 @@ class Metrics:
         enabled: Count the clients' HTTP requests. What a program counts itself is counted either way.
         latency_buckets: Upper bounds of the histograms' buckets, rising.
         histogram_max_samples: Over how many of the newest samples percentiles are taken.
+
+    Example:
+        >>> numbers = Metrics(enabled=False)  # without the requests that clients make
+        >>> numbers.increment("batches")
+        >>> numbers.snapshot().counters["batches"]
+        1
     """
 
     def __init__(
@@ -140,7 +180,14 @@ class Metrics:
             events.attach(self._handler_id, [events.HTTP_STOP], self._on_stop)
 
     def close(self) -> None:
-        """Count HTTP requests no longer; the numbers stay."""
+        """Count HTTP requests no longer; the numbers stay.
+
+        Example:
+            >>> numbers = Metrics()
+            >>> numbers.close()
+            >>> numbers.snapshot().counters
+            {}
+        """
         if self._handler_id is not None:
             events.detach(self._handler_id)
             self._handler_id = None
@@ -155,6 +202,12 @@ class Metrics:
         Raises:
             TypeError: The delta is no number.
             ValueError: The name is a gauge's or a histogram's.
+
+        Example:
+            >>> numbers = Metrics(enabled=False)
+            >>> numbers.increment("tokens", 512)
+            >>> numbers.snapshot().counters["tokens"]
+            512
         """
         _check_number(name, delta)
         with self._lock:
@@ -167,6 +220,12 @@ class Metrics:
         Args:
             name: The gauge.
             value: Its new value.
+
+        Example:
+            >>> numbers = Metrics(enabled=False)
+            >>> numbers.set_gauge("learning_rate", 1e-4)
+            >>> numbers.snapshot().gauges["learning_rate"]
+            0.0001
         """
         _check_number(name, value)
         with self._lock:
@@ -179,6 +238,12 @@ class Metrics:
         Args:
             name: The histogram.
             value: The sample, in milliseconds.
+
+        Example:
+            >>> numbers = Metrics(enabled=False)
+            >>> numbers.record_histogram("step_ms", 12.5)
+            >>> numbers.snapshot().histograms["step_ms"].mean
+            12.5
         """
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return
@@ -189,7 +254,14 @@ class Metrics:
             self._histograms[name].add(value)
 
     def snapshot(self) -> Snapshot:
-        """All numbers at this moment."""
+        """All numbers at this moment.
+
+        Example:
+            >>> numbers = Metrics(enabled=False)
+            >>> numbers.set_gauge("epoch", 3)
+            >>> numbers.snapshot().gauges
+            {'epoch': 3}
+        """
         with self._lock:
             return Snapshot(
                 counters=dict(self._counters),
@@ -198,18 +270,38 @@ class Metrics:
             )
 
     def reset(self) -> None:
-        """Forget all numbers."""
+        """Forget all numbers.
+
+        Example:
+            >>> numbers = Metrics(enabled=False)
+            >>> numbers.increment("batches")
+            >>> numbers.reset()
+            >>> numbers.snapshot().counters
+            {}
+        """
         with self._lock:
             for kind in (self._counters, self._gauges, self._histograms):
                 kind.clear()
 
     def flush(self) -> None:
-        """Wait until every update that has begun is visible."""
+        """Wait until every update that has begun is visible.
+
+        Example:
+            >>> numbers = Metrics(enabled=False)
+            >>> numbers.flush()  # before the numbers of other threads are read
+        """
         self._lock.acquire()
         self._lock.release()
 
     def to_prometheus(self) -> str:
-        """All numbers as the text that Prometheus reads; its content type is `tinkex.prometheus.CONTENT_TYPE`."""
+        """All numbers as the text that Prometheus reads; its content type is `tinkex.prometheus.CONTENT_TYPE`.
+
+        Example:
+            >>> numbers = Metrics(enabled=False)
+            >>> numbers.increment("batches", 2)
+            >>> print(numbers.to_prometheus().splitlines()[-1])
+            batches 2
+        """
         with self._lock:
             return "".join(f"{line}\n" for line in self._lines())
 
@@ -252,7 +344,12 @@ _making = threading.Lock()
 
 
 def shared() -> Metrics:
-    """The numbers of this process; they are kept from the first call on."""
+    """The numbers of this process; they are kept from the first call on.
+
+    Example:
+        >>> shared() is shared()
+        True
+    """
     global _shared
     with _making:
         if _shared is None:
@@ -275,6 +372,11 @@ def configure(
 
     Returns:
         The numbers of this process.
+
+    Example:
+        >>> numbers = configure(latency_buckets=[10, 100, 1000], histogram_max_samples=200)
+        >>> numbers is shared()
+        True
     """
     global _shared
     made = Metrics(enabled=enabled, latency_buckets=latency_buckets, histogram_max_samples=histogram_max_samples)
@@ -291,6 +393,12 @@ def increment(name: str, delta: float = 1) -> None:
     Args:
         name: The counter.
         delta: By how much.
+
+    Example:
+        >>> reset()
+        >>> increment("tokens", 512)
+        >>> snapshot().counters["tokens"]
+        512
     """
     shared().increment(name, delta)
 
@@ -301,6 +409,11 @@ def set_gauge(name: str, value: float) -> None:
     Args:
         name: The gauge.
         value: Its new value.
+
+    Example:
+        >>> set_gauge("learning_rate", 1e-4)
+        >>> snapshot().gauges["learning_rate"]
+        0.0001
     """
     shared().set_gauge(name, value)
 
@@ -311,27 +424,57 @@ def record_histogram(name: str, value: Any) -> None:
     Args:
         name: The histogram.
         value: The sample, in milliseconds.
+
+    Example:
+        >>> reset()
+        >>> record_histogram("step_ms", 12.5)
+        >>> snapshot().histograms["step_ms"].count
+        1
     """
     shared().record_histogram(name, value)
 
 
 def snapshot() -> Snapshot:
-    """All numbers of the process at this moment."""
+    """All numbers of the process at this moment.
+
+    Example:
+        >>> reset()
+        >>> increment("batches")
+        >>> snapshot().counters["batches"]
+        1
+    """
     return shared().snapshot()
 
 
 def reset() -> None:
-    """Forget the process's numbers."""
+    """Forget the process's numbers.
+
+    Example:
+        >>> increment("batches")
+        >>> reset()
+        >>> "batches" in snapshot().counters
+        False
+    """
     shared().reset()
 
 
 def flush() -> None:
-    """Wait until every update that has begun is visible."""
+    """Wait until every update that has begun is visible.
+
+    Example:
+        >>> flush()  # before the numbers of other threads are read
+    """
     shared().flush()
 
 
 def to_prometheus() -> str:
-    """The process's numbers as the text that Prometheus reads."""
+    """The process's numbers as the text that Prometheus reads.
+
+    Example:
+        >>> set_gauge("epoch", 3)
+        >>> "epoch 3" in to_prometheus().splitlines()
+        True
+    """
     return shared().to_prometheus()
 
 

@@ -32,7 +32,12 @@ _numbers = itertools.count(1)
 
 
 def is_available() -> bool:
-    """Whether the API of OpenTelemetry is installed."""
+    """Whether the API of OpenTelemetry is installed.
+
+    Example:
+        >>> is_available()
+        True
+    """
     try:
         import opentelemetry.propagate  # noqa: F401
     except Exception:  # not there, or there and broken
@@ -41,7 +46,12 @@ def is_available() -> bool:
 
 
 def is_enabled(config: Config) -> bool:
-    """Whether requests carry the trace they belong to: as the configuration says, else the environment; else no."""
+    """Whether requests carry the trace they belong to: as the configuration says, else the environment; else no.
+
+    Example:
+        >>> is_enabled(Config(base_url="http://127.0.0.1:8000", otel_propagate=True))
+        True
+    """
     said = getattr(config, "otel_propagate", None)
     if not isinstance(said, bool):
         said = environment.flag("TINKEX_OTEL_PROPAGATE")
@@ -53,6 +63,12 @@ def inject(headers: Mapping[str, str], config: Config | None = None) -> dict[str
 
     With a configuration, only if that says so. Only `traceparent` and `tracestate` are added: what else a program
     carries along (baggage) is not for the server. No failure gets out of here.
+
+    Example:
+        >>> attached = extract({"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
+        >>> inject({"accept": "*/*"})
+        {'accept': '*/*', 'traceparent': '00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01'}
+        >>> release(attached)
     """
     unchanged = dict(headers)
     taken = {name.lower() for name in headers}
@@ -73,13 +89,26 @@ def inject(headers: Mapping[str, str], config: Config | None = None) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A context that `extract` made the current one."""
+    """A context that `extract` made the current one.
+
+    Example:
+        >>> attached = extract({"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
+        >>> isinstance(attached, Attached), release(attached)
+        (True, None)
+    """
 
     token: Any
 
 
 def extract(headers: Mapping[str, str], config: Config | None = None) -> Attached | None:
-    """Make the trace that headers name the current one; `release` undoes it. None when there is none, or it is off."""
+    """Make the trace that headers name the current one; `release` undoes it. None when there is none, or it is off.
+
+    Example:
+        >>> attached = extract({"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
+        >>> inject({})["traceparent"].split("-")[1]
+        '0af7651916cd43dd8448eb211c80319c'
+        >>> release(attached)
+    """
     if config is not None and not is_enabled(config):
         return None
     carrier = {name.lower(): value for name, value in headers.items()}
@@ -97,7 +126,11 @@ def extract(headers: Mapping[str, str], config: Config | None = None) -> Attache
 
 
 def release(attached: Attached | None) -> None:
-    """Go back to the context there was before `extract`."""
+    """Go back to the context there was before `extract`.
+
+    Example:
+        >>> release(extract({"accept": "*/*"}))  # there was no trace: nothing to do
+    """
     if attached is None:
         return
     try:
@@ -138,6 +171,11 @@ def trace(tracer: Any = None, handler_id: str | None = None) -> str:
 
     Raises:
         ConfigurationError: OpenTelemetry is not installed.
+
+    Example:
+        >>> handler = trace()
+        >>> events.detach(handler)
+        True
     """
     if not is_available():
         raise ConfigurationError("OpenTelemetry is not installed", hint='pip install "tinkex[otel]"')

@@ -64,6 +64,10 @@ class RetryConfig:
 
         Returns:
             Seconds.
+
+        Example:
+            >>> [RetryConfig(retry_delay_base=0.5, jitter_factor=0).delay(attempt) for attempt in range(4)]
+            [0.5, 1.0, 2.0, 4.0]
         """
         plain: float = min(self.retry_delay_base * 2 ** min(attempt, 60), self.retry_delay_max)
         share = (random.random() if jitter is None else jitter) * 2 - 1
@@ -77,6 +81,11 @@ class RetryConfig:
 
         Returns:
             Whether to try again.
+
+        Example:
+            >>> config = RetryConfig()
+            >>> config.is_retryable(TimeoutError()), config.is_retryable(APIStatusError("no", status_code=400))
+            (True, False)
         """
         told = getattr(error, "should_retry", None)
         if told is not None:
@@ -126,7 +135,17 @@ class RetryHandler:
         self._watch: asyncio.TimerHandle | None = None
 
     async def execute(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-        """Call a function until it succeeds, or its failure is final; the last failure is raised."""
+        """Call a function until it succeeds, or its failure is final; the last failure is raised.
+
+        Example:
+            >>> answers = [TimeoutError("no answer"), 7]
+            >>> async def call() -> int:
+            ...     if isinstance(answer := answers.pop(0), Exception):
+            ...         raise answer
+            ...     return answer
+            >>> asyncio.run(RetryHandler(RetryConfig(retry_delay_base=0.001)).execute(call))
+            7
+        """
         if self._slots is None:
             self._slots = asyncio.Semaphore(self._limit)
         await self._slots.acquire()

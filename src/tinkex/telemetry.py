@@ -109,6 +109,11 @@ def attach_logger(
 
     Raises:
         ValueError: There is no such level, or the id is taken.
+
+    Example:
+        >>> handler = attach_logger(events=[bus.QUEUE_STATE_CHANGE], level="warning")
+        >>> detach(handler)
+        True
     """
     return attach_lines(_line, events, handler_id or f"tinkex-logger-{next(_numbers)}", level)
 
@@ -118,6 +123,11 @@ def attach_lines(line: Line, events: Iterable[str], handler_id: str, level: str 
 
     Raises:
         ValueError: There is no such level, or the id is taken.
+
+    Example:
+        >>> handler = attach_lines(lambda name, numbers, facts: f"{name} {numbers}", ["my.epoch"], "epochs")
+        >>> detach(handler)
+        True
     """
     number = level if isinstance(level, int) else _LEVELS.get(level.lower())
     if number is None:
@@ -139,6 +149,11 @@ def detach(handler_id: str) -> bool:
 
     Returns:
         Whether there was one.
+
+    Example:
+        >>> handler = attach_logger()
+        >>> detach(handler), detach(handler)
+        (True, False)
     """
     return bus.detach(handler_id)
 
@@ -163,7 +178,12 @@ def _line(name: str, measurements: Mapping[str, float], metadata: Mapping[str, A
 
 
 def is_enabled(config: Config, explicit: bool | None = None) -> bool:
-    """Whether telemetry is on: what is said here, else what the configuration says, else the environment; else yes."""
+    """Whether telemetry is on: what is said here, else what the configuration says, else the environment; else yes.
+
+    Example:
+        >>> is_enabled(Config(base_url="http://127.0.0.1:8000", telemetry=False))
+        False
+    """
     said = getattr(config, "telemetry", None) if explicit is None else explicit
     if not isinstance(said, bool):
         said = environment.flag("TINKER_TELEMETRY")
@@ -171,7 +191,12 @@ def is_enabled(config: Config, explicit: bool | None = None) -> bool:
 
 
 def goes_by_itself(config: Config) -> bool:
-    """Whether a session of this configuration reports without being asked to: on the hosted service, if it is on."""
+    """Whether a session of this configuration reports without being asked to: on the hosted service, if it is on.
+
+    Example:
+        >>> goes_by_itself(Config(base_url="http://127.0.0.1:8000"))  # not the hosted service
+        False
+    """
     return is_enabled(config) and urlsplit(config.base_url).hostname == urlsplit(HOSTED_URL).hostname
 
 
@@ -195,7 +220,13 @@ def sender(transport: Caller, timeout: float = HTTP_SECONDS) -> Send:
 
 
 def send(sender: Send, request: TelemetrySendRequest) -> None:
-    """Send a batch in the background and return at once; a failure is only logged."""
+    """Send a batch in the background and return at once; a failure is only logged.
+
+    Example:
+        >>> async def post(batch: TelemetrySendRequest) -> TelemetryResponse:
+        ...     return TelemetryResponse(status="accepted")
+        >>> send(post, TelemetrySendRequest(events=[], session_id="session-1"))
+    """
     start(_send_quietly(sender, request))
 
 
@@ -210,7 +241,14 @@ async def _send_quietly(sender: Send, request: TelemetrySendRequest) -> None:
 
 
 def send_sync(sender: Send, request: TelemetrySendRequest, timeout: float = HTTP_SECONDS) -> TelemetryResponse | None:
-    """Send a batch and wait for the answer; the error, if there is one, is raised."""
+    """Send a batch and wait for the answer; the error, if there is one, is raised.
+
+    Example:
+        >>> async def post(batch: TelemetrySendRequest) -> TelemetryResponse:
+        ...     return TelemetryResponse(status="accepted")
+        >>> send_sync(post, TelemetrySendRequest(events=[], session_id="session-1")).status
+        'accepted'
+    """
 
     async def deliver() -> TelemetryResponse | None:
         _reporting.set(True)
@@ -262,6 +300,14 @@ class Reporter:
         retry_base_delay: Time before the first of these; it doubles each time.
         max_queue_size: How many events may wait; more are dropped.
         max_batch_size: How many are sent at once.
+
+    Example:
+        >>> sent = []
+        >>> async def post(batch: TelemetrySendRequest) -> None:
+        ...     sent.extend(event["event"] for event in batch.events)
+        >>> reporter = Reporter(post, "session-1")
+        >>> reporter.log("epoch_end", {"loss": 0.31}), reporter.stop(), sent
+        (True, True, ['SESSION_START', 'GENERIC_EVENT', 'SESSION_END'])
     """
 
     def __init__(
@@ -340,6 +386,12 @@ class Reporter:
 
         Returns:
             Whether it was taken.
+
+        Example:
+            >>> async def post(batch: TelemetrySendRequest) -> None: ...
+            >>> reporter = Reporter(post, "session-1")
+            >>> reporter.log("epoch_end", {"epoch": 3, "loss": 0.31}), reporter.stop(), reporter.log("too late")
+            (True, True, False)
         """
         if not self.is_alive:
             return False
@@ -360,6 +412,17 @@ class Reporter:
 
         Returns:
             Whether it was taken.
+
+        Example:
+            >>> async def post(batch: TelemetrySendRequest) -> None: ...
+            >>> reporter = Reporter(post, "session-1")
+            >>> try:
+            ...     {}["loss"]
+            ... except KeyError as error:
+            ...     reporter.log_exception(error)
+            True
+            >>> reporter.stop()
+            True
         """
         taken = self._describe(error, severity)
         return self.flush() and taken
@@ -373,6 +436,12 @@ class Reporter:
 
         Returns:
             Whether it was taken.
+
+        Example:
+            >>> async def post(batch: TelemetrySendRequest) -> None: ...
+            >>> reporter = Reporter(post, "session-1")
+            >>> reporter.log_fatal_exception(RuntimeError("out of data")), reporter.stop()
+            (True, True)
         """
         taken = self._describe(error, severity)
         self._say_end()
@@ -400,7 +469,14 @@ class Reporter:
             return False
 
     def listen(self) -> str:
-        """Report what the bus says about this session from now on; the id of the handler."""
+        """Report what the bus says about this session from now on; the id of the handler.
+
+        Example:
+            >>> async def post(batch: TelemetrySendRequest) -> None: ...
+            >>> reporter = Reporter(post, "session-1", attach_events=False)
+            >>> reporter.listen() == reporter.handler_id, reporter.stop()
+            (True, True)
+        """
         this = weakref.ref(self)
         handler_id = self.handler_id
 
@@ -430,6 +506,14 @@ class Reporter:
 
         Returns:
             Whether the reporter still works and, where it was waited for, everything went in time.
+
+        Example:
+            >>> sent = []
+            >>> async def post(batch: TelemetrySendRequest) -> None:
+            ...     sent.extend(batch.events)
+            >>> reporter = Reporter(post, "session-1")
+            >>> reporter.log("epoch_end"), reporter.flush(sync=True), sent[-1]["event_name"], reporter.stop()
+            (True, True, 'epoch_end', True)
         """
         if not self.is_alive:
             return False
@@ -446,6 +530,12 @@ class Reporter:
 
         Returns:
             Whether everything was sent.
+
+        Example:
+            >>> async def post(batch: TelemetrySendRequest) -> None: ...
+            >>> reporter = Reporter(post, "session-1")
+            >>> reporter.flush(), reporter.wait_until_drained(timeout=30.0), reporter.stop()
+            (True, True, True)
         """
         return self.is_alive and self._wait(lambda: self._gone >= self._pushed, timeout)
 
@@ -457,6 +547,12 @@ class Reporter:
 
         Returns:
             Whether this call ended it.
+
+        Example:
+            >>> async def post(batch: TelemetrySendRequest) -> None: ...
+            >>> reporter = Reporter(post, "session-1")
+            >>> reporter.stop(), reporter.stop(), reporter.is_alive
+            (True, False, False)
         """
         if not self._finish():
             return False
@@ -472,6 +568,13 @@ class Reporter:
 
         Args:
             timeout: Seconds it may take.
+
+        Example:
+            >>> async def post(batch: TelemetrySendRequest) -> None: ...
+            >>> reporter = Reporter(post, "session-1")
+            >>> start(reporter.aclose()).result()  # on the loop of the clients
+            >>> reporter.is_alive
+            False
         """
         if os.getpid() != self._pid:
             return
@@ -681,6 +784,13 @@ def init(
 
     Raises:
         ConfigurationError: The session id, the configuration or the way to send is missing.
+
+    Example:
+        >>> async def post(batch: TelemetrySendRequest) -> None: ...
+        >>> config = Config(base_url="http://127.0.0.1:8000")
+        >>> reporter = init("session-1", config, post, enabled=True)
+        >>> log(reporter, "epoch_end", {"loss": 0.31}), stop(reporter)
+        (True, True)
     """
     if session_id is None or config is None or send is None:
         given = {"session_id": session_id, "config": config, "send": send}
@@ -702,32 +812,62 @@ def init(
 
 
 def log(reporter: Reporter | None, name: str, data: Mapping[str, Any] | None = None, severity: str = "info") -> bool:
-    """`reporter.log`; False without a reporter."""
+    """`reporter.log`; False without a reporter.
+
+    Example:
+        >>> log(None, "epoch_end", {"loss": 0.31})  # service.get_telemetry() may give None
+        False
+    """
     return reporter is not None and reporter.log(name, data, severity)
 
 
 def log_exception(reporter: Reporter | None, error: BaseException, severity: str = "error") -> bool:
-    """`reporter.log_exception`; False without a reporter."""
+    """`reporter.log_exception`; False without a reporter.
+
+    Example:
+        >>> log_exception(None, KeyError("loss"))  # service.get_telemetry() may give None
+        False
+    """
     return reporter is not None and reporter.log_exception(error, severity)
 
 
 def log_fatal_exception(reporter: Reporter | None, error: BaseException, severity: str = "error") -> bool:
-    """`reporter.log_fatal_exception`; False without a reporter."""
+    """`reporter.log_fatal_exception`; False without a reporter.
+
+    Example:
+        >>> log_fatal_exception(None, KeyError("loss"))  # service.get_telemetry() may give None
+        False
+    """
     return reporter is not None and reporter.log_fatal_exception(error, severity)
 
 
 def flush(reporter: Reporter | None, sync: bool = False, wait_drained: bool = False) -> bool:
-    """`reporter.flush`; False without a reporter."""
+    """`reporter.flush`; False without a reporter.
+
+    Example:
+        >>> flush(None, sync=True)  # service.get_telemetry() may give None
+        False
+    """
     return reporter is not None and reporter.flush(sync, wait_drained)
 
 
 def wait_until_drained(reporter: Reporter | None, timeout: float = 30.0) -> bool:
-    """`reporter.wait_until_drained`; False without a reporter."""
+    """`reporter.wait_until_drained`; False without a reporter.
+
+    Example:
+        >>> wait_until_drained(None)  # service.get_telemetry() may give None
+        False
+    """
     return reporter is not None and reporter.wait_until_drained(timeout)
 
 
 def stop(reporter: Reporter | None, timeout: float = 5.0) -> bool:
-    """`reporter.stop`; False without a reporter."""
+    """`reporter.stop`; False without a reporter.
+
+    Example:
+        >>> stop(None)  # service.get_telemetry() may give None
+        False
+    """
     return reporter is not None and reporter.stop(timeout)
 
 
@@ -735,7 +875,12 @@ def stop(reporter: Reporter | None, timeout: float = 5.0) -> bool:
 
 
 def retry_delay(attempt: int, base: float = 1.0) -> float:
-    """Seconds before a batch is sent again: they double with every attempt, and 1 to 10 percent are added."""
+    """Seconds before a batch is sent again: they double with every attempt, and 1 to 10 percent are added.
+
+    Example:
+        >>> 4.0 < retry_delay(2) < 4.5
+        True
+    """
     delay: float = base * 2**attempt
     return round(delay * (1 + random.uniform(0.01, 0.1)), 3)
 
@@ -756,6 +901,10 @@ def user_error(error: BaseException) -> object | None:
     """The user's own mistake behind an exception, if there is one: it, or what it came from, is a refusal (4xx).
 
     An error of tinkex speaks for itself: what it came from does not count, and 410 is nobody's mistake.
+
+    Example:
+        >>> user_error(TinkerError("no such loss", category="user")), user_error(KeyError("loss"))
+        (TinkerError('no such loss'), None)
     """
     if isinstance(error, TinkerError):
         return error if _is_users(error, (408, 410, 429)) else None
@@ -845,7 +994,15 @@ def _without_headers(value: Mapping[str, Any]) -> dict[str, Any]:
 
 @runtime_checkable
 class Provider(Protocol):
-    """What may have a reporter; by default it has none."""
+    """What may have a reporter; by default it has none.
+
+    Example:
+        >>> class Trainer(Provider):
+        ...     def get_telemetry(self) -> Reporter | None:
+        ...         return service.get_telemetry()
+        >>> isinstance(Trainer(), Provider)
+        True
+    """
 
     def get_telemetry(self) -> Reporter | None:
         """The reporter, if there is one."""
@@ -924,6 +1081,12 @@ async def async_capture(
 
     Returns:
         What the work gives.
+
+    Example:
+        >>> async def epoch() -> float:
+        ...     return 0.31
+        >>> asyncio.run(async_capture(epoch(), reporter=None))  # reporter=service.get_telemetry()
+        0.31
     """
     with capture_exceptions(reporter, fatal=fatal, severity=severity):
         if inspect.isawaitable(work):

@@ -45,7 +45,15 @@ LoadFunction = Callable[[str, Mapping[str, Any]], Any]
 
 
 class TokenizerError(TinkerError, ValueError):
-    """Text or tokens that are none, or a tokenizer that cannot be had or does not do it."""
+    """Text or tokens that are none, or a tokenizer that cannot be had or does not do it.
+
+    Example:
+        >>> try:
+        ...     decode(["hello"], "tinkex/tiny")
+        ... except TokenizerError as error:
+        ...     print(error)
+        tokens must be whole numbers, got 'hello'
+    """
 
     category = RequestErrorCategory.User
 
@@ -88,7 +96,13 @@ def get_tokenizer_id(
 
 
 def tokenizer_id_of(info: Any) -> str:
-    """Whose tokenizer a run has, by what its server says of it: an object or a mapping."""
+    """Whose tokenizer a run has, by what its server says of it: an object or a mapping.
+
+    Example:
+        >>> info = GetInfoResponse(model_data=ModelData(model_name="Qwen/Qwen3-8B"), model_id="run-1")
+        >>> tokenizer_id_of(info)
+        'Qwen/Qwen3-8B'
+    """
     data = _field(info, "model_data")
     name = _field(data, "base_model") or _field(data, "model_name") or "unknown"
     return get_tokenizer_id(name, info, info_fun=lambda told: told)
@@ -99,7 +113,12 @@ def _field(value: Any, name: str) -> Any:
 
 
 def kimi_tokenizer(tokenizer_id: Any) -> bool:
-    """Whether a tokenizer is the one of Kimi K2, which needs tiktoken."""
+    """Whether a tokenizer is the one of Kimi K2, which needs tiktoken.
+
+    Example:
+        >>> kimi_tokenizer("moonshotai/Kimi-K2-Thinking"), kimi_tokenizer("Qwen/Qwen3-8B")
+        (True, False)
+    """
     return bool(tokenizer_id == KIMI)
 
 
@@ -109,7 +128,14 @@ _import_lock = threading.Lock()
 
 
 def clear_cache() -> None:
-    """Forget the tokenizers that were loaded."""
+    """Forget the tokenizers that were loaded.
+
+    Example:
+        >>> first = load_tokenizer("tinkex/tiny", backend="tokenizers")
+        >>> clear_cache()
+        >>> load_tokenizer("tinkex/tiny", backend="tokenizers") is first
+        False
+    """
     with _cache_lock:
         _cache.clear()
 
@@ -147,6 +173,11 @@ def get_or_load_tokenizer(
     Raises:
         TokenizerError: The id is no text, an option does not exist, or the tokenizer cannot be loaded.
         ConfigurationError: A library is missing, or the files are not to be had.
+
+    Example:
+        >>> tokenizer = get_or_load_tokenizer("tinkex/tiny", backend="tokenizers")
+        >>> tokenizer is get_or_load_tokenizer("tinkex/tiny", backend="tokenizers")
+        True
     """
     if not isinstance(tokenizer_id, str):
         raise TokenizerError(f"a tokenizer's id must be a text, got {tokenizer_id!r}")
@@ -217,6 +248,11 @@ def encode(
 
     Raises:
         TokenizerError: The text or the name is no text, or the tokenizer fails.
+
+    Example:
+        >>> tokens = encode("hello", "tinkex/tiny", backend="tokenizers")
+        >>> decode(tokens, "tinkex/tiny", backend="tokenizers")
+        '<|bos|>hello'
     """
     if not isinstance(text, str):
         raise TokenizerError(f"text must be a text, got {type(text).__name__}")
@@ -255,6 +291,11 @@ def decode(
 
     Raises:
         TokenizerError: The tokens are no list of whole numbers, or the tokenizer fails.
+
+    Example:
+        >>> tokens = encode("hello", "tinkex/tiny", backend="tokenizers")
+        >>> decode(tokens[1:], "tinkex/tiny", backend="tokenizers")
+        'hello'
     """
     if not isinstance(ids, list | tuple):
         raise TokenizerError(f"tokens must be a list of whole numbers, got {type(ids).__name__}")
@@ -295,6 +336,11 @@ def load_tokenizer(name: str, *, backend: str | None = None, revision: str | Non
     Raises:
         ConfigurationError: Neither library is installed, or the files are not on this machine.
         ValueError: There is no such backend.
+
+    Example:
+        >>> tokenizer = load_tokenizer("tinkex/tiny", backend="tokenizers")
+        >>> tokenizer.decode(tokenizer.encode("hello"), skip_special_tokens=True)
+        'hello'
     """
     if backend is None:
         backend = "transformers" if importlib.util.find_spec("transformers") else "tokenizers"
@@ -349,7 +395,13 @@ def _unavailable(repository: str, error: Exception) -> ConfigurationError:
 
 
 class Tokenizer:
-    """A fast tokenizer with the method names of transformers'."""
+    """A fast tokenizer with the method names of transformers'.
+
+    Example:
+        >>> tokenizer = load_tokenizer("tinkex/tiny", backend="tokenizers")
+        >>> tokenizer.eos_token, tokenizer.decode(tokenizer.encode("hello", add_special_tokens=False))
+        ('<|eos|>', 'hello')
+    """
 
     def __init__(self, tokenizer: Any, config: Mapping[str, Any], chat_template: str | None) -> None:
         self._tokenizer = tokenizer
@@ -374,6 +426,10 @@ class Tokenizer:
 
         Raises:
             ConfigurationError: There is no tokenizer.json, or the package `tokenizers` is missing.
+
+        Example:
+            >>> Tokenizer.from_directory(BUNDLED["tinkex/tiny"]).bos_token
+            '<|bos|>'
         """
         import tokenizers
 
@@ -405,6 +461,11 @@ class Tokenizer:
 
         Returns:
             The token ids.
+
+        Example:
+            >>> tokenizer = load_tokenizer("tinkex/tiny", backend="tokenizers")
+            >>> tokenizer.encode("hello", add_special_tokens=False)
+            [263, 1028]
         """
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -417,6 +478,12 @@ class Tokenizer:
 
         Returns:
             The text.
+
+        Example:
+            >>> tokenizer = load_tokenizer("tinkex/tiny", backend="tokenizers")
+            >>> tokens = tokenizer.encode("hello")
+            >>> tokenizer.decode(tokens), tokenizer.decode(tokens, skip_special_tokens=True)
+            ('<|bos|>hello', 'hello')
         """
         ids = [tokens] if isinstance(tokens, int) else [int(token) for token in tokens]
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -429,6 +496,11 @@ class Tokenizer:
 
         Returns:
             Its id, or None.
+
+        Example:
+            >>> tokenizer = load_tokenizer("tinkex/tiny", backend="tokenizers")
+            >>> tokenizer.convert_tokens_to_ids(tokenizer.eos_token) == tokenizer.eos_token_id
+            True
         """
         return self._id(token)
 
@@ -440,12 +512,23 @@ class Tokenizer:
 
         Returns:
             Its text, or None.
+
+        Example:
+            >>> tokenizer = load_tokenizer("tinkex/tiny", backend="tokenizers")
+            >>> tokenizer.convert_ids_to_tokens(tokenizer.bos_token_id)
+            '<|bos|>'
         """
         text: str | None = self._tokenizer.id_to_token(token_id)
         return text
 
     def get_vocab(self) -> dict[str, int]:
-        """All tokens and their ids."""
+        """All tokens and their ids.
+
+        Example:
+            >>> tokenizer = load_tokenizer("tinkex/tiny", backend="tokenizers")
+            >>> tokenizer.get_vocab()["<|bos|>"] == tokenizer.bos_token_id
+            True
+        """
         return dict(self._tokenizer.get_vocab())
 
     def apply_chat_template(
@@ -468,6 +551,12 @@ class Tokenizer:
 
         Raises:
             ValueError: The tokenizer has no chat template.
+
+        Example:
+            >>> tokenizer = load_tokenizer("tinkex/tiny", backend="tokenizers")
+            >>> question = [{"role": "user", "content": "2 + 2?"}]
+            >>> print(tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
+            <|bos|><|user|>2 + 2?<|end|><|assistant|>
         """
         if self.chat_template is None:
             raise ValueError("this tokenizer has no chat template")

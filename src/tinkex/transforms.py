@@ -42,7 +42,12 @@ class _Mark:
 
 @final
 class NotGiven(_Mark):
-    """The type of `NOT_GIVEN`."""
+    """The type of `NOT_GIVEN`.
+
+    Example:
+        >>> NotGiven() is NOT_GIVEN, bool(NOT_GIVEN)
+        (True, False)
+    """
 
     __slots__ = ()
     _name = "NOT_GIVEN"
@@ -54,7 +59,12 @@ class NotGiven(_Mark):
 
 @final
 class Omit(_Mark):
-    """The type of `OMIT`."""
+    """The type of `OMIT`.
+
+    Example:
+        >>> transform({"seed": OMIT, "stop": None})
+        {'stop': None}
+    """
 
     __slots__ = ()
     _name = "OMIT"
@@ -72,7 +82,12 @@ OMIT: Omit = object.__new__(Omit)
 
 
 def is_given(value: T | NotGiven | Omit) -> TypeGuard[T]:
-    """Whether this is a value (None is one) and not one of the two marks."""
+    """Whether this is a value (None is one) and not one of the two marks.
+
+    Example:
+        >>> is_given(None), is_given(NOT_GIVEN), is_given(OMIT)
+        (True, False, False)
+    """
     return value is not NOT_GIVEN and value is not OMIT
 
 

@@ -55,6 +55,12 @@ class Entropy(Penalty):
         reduction: Over rows: `mean`, `sum` or `none`.
         normalize: Whether H is divided by its greatest value, ln of the last axis.
         temperature: Other than 1, x is divided by it and normalised first.
+
+    Example:
+        >>> even = torch.log(torch.tensor([[0.25, 0.25, 0.25, 0.25]]))
+        >>> value, metrics = Entropy(mode="maximize", normalize=True).compute([], even)
+        >>> round(float(value), 4)  # the least it can be: the rows are as even as can be
+        -1.0
     """
 
     NAME = "entropy"
@@ -108,6 +114,12 @@ class KLDivergence(Penalty):
         reduction: Over rows: `mean`, `sum` or `none`.
         direction: `forward` is KL(P‖Q), `reverse` KL(Q‖P).
         symmetric: The mean of both, whatever the direction.
+
+    Example:
+        >>> ours, reference = torch.log(torch.tensor([[0.5, 0.5]])), torch.log(torch.tensor([[0.9, 0.1]]))
+        >>> value, metrics = KLDivergence(reference_logprobs=reference).compute([], ours)
+        >>> round(float(value), 4), metrics["kl_direction"]
+        (0.5108, 'forward')
     """
 
     NAME = "kl_divergence"
@@ -167,6 +179,12 @@ class Consistency(Penalty):
         pair_field: The input of the data that holds r.
         metric: `mse`, `l1`, `cosine` (1 − cos of all elements in a row), or `kl` (the mean of both directions).
         reduction: `mean`, `sum` or `none`; the cosine has none.
+
+    Example:
+        >>> datum = Datum(ModelInput.from_ints([1, 2]), {"original_logprobs": [-1.0, -2.0]})
+        >>> value, metrics = Consistency(metric="l1").compute([datum], [torch.tensor([-1.5, -2.0])])
+        >>> float(value)
+        0.25
     """
 
     NAME = "consistency"

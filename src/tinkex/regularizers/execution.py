@@ -37,7 +37,12 @@ GRACE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A regularizer that was computed: its loss as a tensor, not weighted, and its numbers."""
+    """A regularizer that was computed: its loss as a tensor, not weighted, and its numbers.
+
+    Example:
+        >>> Term(torch.tensor(4.0), RegularizerOutput.from_computation("l2", 4.0, 0.5)).output.contribution
+        2.0
+    """
 
     loss: torch.Tensor
     output: RegularizerOutput
@@ -72,6 +77,12 @@ def execute_all(
 
     Raises:
         RegularizerError: The first, in the order of the specs, that failed.
+
+    Example:
+        >>> from tinkex.regularizers import L1, L2
+        >>> specs = [RegularizerSpec(L1(), weight=0.5), RegularizerSpec(L2(), weight=0.1)]
+        >>> [(term.name, term.value) for term in execute_all(specs, [], torch.tensor([-1.0, -3.0]))]
+        [('l1_sparsity', 4.0), ('l2_weight_decay', 10.0)]
     """
     tracked = traced(logprobs) if track_grad_norms else logprobs
     terms = run_all(
@@ -108,6 +119,12 @@ def execute_one(
 
     Raises:
         RegularizerError: It failed, or gave something else.
+
+    Example:
+        >>> from tinkex.regularizers import L1
+        >>> term = execute_one(RegularizerSpec(L1(), weight=0.5), [], torch.tensor([-1.0, -3.0]), track_grad_norms=True)
+        >>> term.value, term.contribution, round(term.grad_norm, 4)
+        (4.0, 2.0, 1.4142)
     """
     return execute_all([spec], data, logprobs, parallel=False, timeout=timeout, track_grad_norms=track_grad_norms)[0]
 

@@ -18,12 +18,22 @@ UNTRACED = "the gradient of the asynchronous regularizer %r is not followed: its
 
 
 def parts(logprobs: Logprobs) -> list[torch.Tensor]:
-    """The tensors: one, or those of each datum."""
+    """The tensors: one, or those of each datum.
+
+    Example:
+        >>> len(parts([torch.zeros(2), torch.zeros(3)])), len(parts(torch.zeros(2)))
+        (2, 1)
+    """
     return [logprobs] if isinstance(logprobs, torch.Tensor) else list(logprobs)
 
 
 def traced(logprobs: Logprobs) -> Logprobs:
-    """Log-probabilities whose gradient can be asked for: the same ones, or copies where those cannot have one."""
+    """Log-probabilities whose gradient can be asked for: the same ones, or copies where those cannot have one.
+
+    Example:
+        >>> traced(torch.zeros(2)).requires_grad
+        True
+    """
     found = parts(logprobs)
     if found and all(part.requires_grad for part in found):
         return logprobs
@@ -36,7 +46,13 @@ def _copied(logprobs: Logprobs) -> Logprobs:
 
 
 def norm_of(loss: torch.Tensor, logprobs: Logprobs) -> float:
-    """The norm of a loss's gradient by the log-probabilities it was computed from; 0 for one that is constant."""
+    """The norm of a loss's gradient by the log-probabilities it was computed from; 0 for one that is constant.
+
+    Example:
+        >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+        >>> norm_of((3 * logprobs[0] + 4 * logprobs[1]), logprobs)
+        5.0
+    """
     found = parts(logprobs)
     if not loss.requires_grad or not found:
         return 0.0
@@ -75,6 +91,11 @@ def grad_norm_for_regularizer(spec: RegularizerSpec, data: Sequence[Datum], logp
 
     Returns:
         The norm.
+
+    Example:
+        >>> spec = RegularizerSpec(lambda data, logprobs: (logprobs.square().sum(), {}), weight=0.5, name="square")
+        >>> grad_norm_for_regularizer(spec, [], torch.tensor([-3.0, -4.0]))
+        10.0
     """
     if spec.async_:
         logger.warning(UNTRACED, spec.name)
@@ -99,6 +120,11 @@ def total_grad_norm(
 
     Returns:
         The norm.
+
+    Example:
+        >>> spec = RegularizerSpec(lambda data, logprobs: (logprobs.square().sum(), {}), weight=0.5, name="square")
+        >>> total_grad_norm(lambda data, logprobs: (logprobs.sum() * 0, {}), [spec], [], torch.tensor([-3.0, -4.0]))
+        5.0
     """
 
     def loss(leaves: Any) -> torch.Tensor:

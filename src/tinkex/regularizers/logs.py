@@ -23,7 +23,12 @@ _numbers = itertools.count(1)
 
 
 def events() -> list[str]:
-    """The names of the events that losses and regularizers emit."""
+    """The names of the events that losses and regularizers emit.
+
+    Example:
+        >>> [name for name in events() if name.endswith("stop")]
+        ['tinkex.custom_loss.stop', 'tinkex.regularizer.compute.stop']
+    """
     return list(EVENTS)
 
 
@@ -39,6 +44,11 @@ def attach_logger(handler_id: str | None = None, level: str | int = "info") -> s
 
     Raises:
         ValueError: There is no such level, or the id is taken.
+
+    Example:
+        >>> handler = attach_logger(level="debug")  # a line for every loss and every term
+        >>> detach(handler)
+        True
     """
     return attach_lines(_line, EVENTS, handler_id or f"tinkex-regularizers-{next(_numbers)}", level)
 

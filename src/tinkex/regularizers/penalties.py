@@ -26,13 +26,24 @@ FLOOR = 1e-8
 
 
 class Penalty:
-    """What the regularizers here have in common: a name, and options that may be given anew for a call."""
+    """What the regularizers here have in common: a name, and options that may be given anew for a call.
+
+    Example:
+        >>> penalty = L2(clip=2.0)
+        >>> penalty.name(), penalty.compute([], torch.tensor([-1.0, -3.0]))[0]
+        ('l2_weight_decay', tensor(5.))
+    """
 
     __slots__ = ()
     NAME: ClassVar[str]
 
     def name(self) -> str:
-        """What a spec calls it by default."""
+        """What a spec calls it by default.
+
+        Example:
+            >>> RegularizerSpec(L1(), weight=0.01).name
+            'l1_sparsity'
+        """
         return self.NAME
 
     def compute(
@@ -42,6 +53,11 @@ class Penalty:
 
         Raises:
             ValueError: An option is unknown or out of range, or the data lack a field.
+
+        Example:
+            >>> value, metrics = L1().compute([], torch.tensor([-1.0, -3.0]), {"reduction": "mean"})
+            >>> float(value), metrics["l1_mean"]
+            (2.0, 2.0)
         """
         return self._with(opts or {})._value(data, logprobs)
 
@@ -152,6 +168,11 @@ class L1(_Size):
         target: What is penalised.
         reduction: R, `sum` or `mean`.
         lambda_: λ; `lambda` among `opts`.
+
+    Example:
+        >>> value, metrics = L1(lambda_=0.5).compute([], [torch.tensor([-1.0, -3.0]), torch.tensor([-2.0])])
+        >>> float(value), metrics["l1_mean"]
+        (3.0, 2.0)
     """
 
     NAME = "l1_sparsity"
@@ -175,6 +196,11 @@ class L2(_Size):
         lambda_: λ; `lambda` among `opts`.
         clip: The largest c that counts; there is no pull beyond it.
         center: A number, `mean` for the target's own mean, or None for zero.
+
+    Example:
+        >>> value, metrics = L2(center="mean").compute([], torch.tensor([-1.0, -3.0]))
+        >>> float(value), metrics["l2_mean"]
+        (2.0, 5.0)
     """
 
     NAME = "l2_weight_decay"
@@ -215,6 +241,11 @@ class ElasticNet(_Size):
         reduction: R, `sum` or `mean`.
         lambda_: λ; `lambda` among `opts`.
         l1_ratio: α, from 0 to 1.
+
+    Example:
+        >>> value, metrics = ElasticNet(l1_ratio=0.25).compute([], torch.tensor([-1.0, -3.0]))
+        >>> float(value)  # 0.25 * 4 + 0.75 * 10
+        8.5
     """
 
     NAME = "elastic_net"
@@ -247,6 +278,11 @@ class Orthogonality(Penalty):
         mode: `soft` is the sum of G² off the diagonal; `hard` that of (G − I)²; `spectral` is `soft` and (tr G − n)².
         normalize: Whether rows are made unit vectors first.
         axis: What the rows are: `rows` (all axes but the last), `sequence`, or `vocabulary`.
+
+    Example:
+        >>> rows = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> float(Orthogonality().compute([], rows)[0])  # the first two point the same way
+        2.0
     """
 
     NAME = "orthogonality"
@@ -300,6 +336,11 @@ class GradientPenalty(Penalty):
         mode: `output` for the gradient at x; `interpolated` for that at a random point between x and a reference.
         target_norm: The length that is aimed at.
         reference_field: The input of the data that holds the reference.
+
+    Example:
+        >>> penalty = GradientPenalty(loss_fn=lambda logprobs: logprobs.square().sum(), target_norm=1.0)
+        >>> float(penalty.compute([], torch.tensor([-1.5, -2.0]))[0])  # (5 - 1) ** 2
+        16.0
     """
 
     NAME = "gradient_penalty"

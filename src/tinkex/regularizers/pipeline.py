@@ -49,6 +49,13 @@ def compute(
 
     Raises:
         RegularizerError: A regularizer failed, or (kind `pipeline_failed`) the specs or the base loss are at fault.
+
+    Example:
+        >>> from tinkex.regularizers import L1
+        >>> loss = lambda data, logprobs: (-logprobs.mean(), {})
+        >>> output = compute([], torch.tensor([-1.0, -3.0]), loss, [RegularizerSpec(L1(), weight=0.5)])
+        >>> output.loss, output.base_loss.value, output.regularizers["l1_sparsity"].contribution
+        (4.0, 2.0, 2.0)
     """
     return compose(
         data,
@@ -140,8 +147,13 @@ def regularized(
         ValueError: The specs are at fault.
 
     Example:
-        >>> loss = regularized(my_loss, [RegularizerSpec(L1(), weight=0.01)])  # doctest: +SKIP
-        >>> client.forward_backward_custom(data, loss).result().metrics["l1_sparsity/value"]  # doctest: +SKIP
+        >>> from tinkex.regularizers import L1
+        >>> def base(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        ...     return -torch.cat(logprobs).sum(), {}
+        >>> loss = regularized(base, [RegularizerSpec(L1(), weight=0.5)])
+        >>> total, metrics = loss([], [torch.tensor([-1.0, -3.0])])  # as forward_backward_custom(data, loss) does
+        >>> float(total), metrics["l1_sparsity/value"]
+        (6.0, 4.0)
     """
     specs = list(regularizers)
     _check(loss_fn, specs)

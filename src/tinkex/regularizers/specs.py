@@ -28,7 +28,15 @@ Kind: TypeAlias = Literal["regularizer_failed", "regularizer_exit", "timeout", "
 
 @runtime_checkable
 class Regularizer(Protocol):
-    """An object that computes a term of a loss; it may have a `name()`, which its spec then takes."""
+    """An object that computes a term of a loss; it may have a `name()`, which its spec then takes.
+
+    Example:
+        >>> class Brevity:
+        ...     def compute(self, data, logprobs, opts):
+        ...         return sum(part.exp().sum() for part in logprobs), {}
+        >>> isinstance(Brevity(), Regularizer), RegularizerSpec(Brevity(), weight=0.1, name="brevity").weight
+        (True, 0.1)
+    """
 
     def compute(self, data: Sequence[Datum], logprobs: Logprobs, opts: Mapping[str, Any]) -> Value:
         """The term's value, not weighted, and metrics.
@@ -40,11 +48,26 @@ class Regularizer(Protocol):
 
         Returns:
             The value, and metrics by name.
+
+        Example:
+            >>> import torch
+            >>> from tinkex.regularizers import L1
+            >>> L1().compute([], torch.tensor([-1.0, -3.0]), {"reduction": "mean"})[0]
+            tensor(2.)
         """
 
 
 class RegularizerError(TinkerError):
-    """A loss that could not be composed; the exception behind it is its `__cause__`, where there was one."""
+    """A loss that could not be composed; the exception behind it is its `__cause__`, where there was one.
+
+    Example:
+        >>> from tinkex.regularizers import execute_one
+        >>> try:
+        ...     execute_one(RegularizerSpec(lambda data, logprobs: 1 / 0, weight=1.0, name="broken"), [], [])
+        ... except RegularizerError as error:
+        ...     print(error.kind, error.name, type(error.__cause__).__name__)
+        regularizer_failed broken ZeroDivisionError
+    """
 
     kind: Kind = "pipeline_failed"
     """What went wrong: `regularizer_failed` when one raised, `regularizer_exit` when waiting for an asynchronous one
@@ -64,13 +87,22 @@ def execute(fn: Any, data: Sequence[Datum], logprobs: Logprobs, opts: Mapping[st
 
     Returns:
         What it gives: value and metrics, or an awaitable of them.
+
+    Example:
+        >>> execute(lambda data, logprobs: (sum(logprobs), {"terms": len(logprobs)}), [], [1.0, 2.0])
+        (3.0, {'terms': 2})
     """
     call = fn.compute if callable(getattr(fn, "compute", None)) else fn
     return call(data, logprobs, dict(opts or {})) if takes_opts(fn) else call(data, logprobs)
 
 
 def value_of(answer: Any, whose: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    """What a loss or a regularizer gave, checked: one number as a tensor, and metrics as plain values."""
+    """What a loss or a regularizer gave, checked: one number as a tensor, and metrics as plain values.
+
+    Example:
+        >>> value_of((3, {"terms": 2}), "the base loss")
+        (tensor(3.), {'terms': 2})
+    """
     import torch
 
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], Mapping):
@@ -88,7 +120,14 @@ def value_of(answer: Any, whose: str) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def waited(answer: Any, timeout: float | None) -> Any:
-    """The result behind a future or an awaitable."""
+    """The result behind a future or an awaitable.
+
+    Example:
+        >>> async def term() -> tuple[float, dict[str, float]]:
+        ...     return 2.0, {}
+        >>> waited(term(), timeout=30.0)
+        (2.0, {})
+    """
     if isinstance(answer, concurrent.futures.Future):
         return answer.result(timeout)
     if not inspect.isawaitable(answer):

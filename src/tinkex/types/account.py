@@ -12,13 +12,23 @@ from tinkex.types.record import Record
 
 
 class AuthTokenResponse(Record, frozen=True, kw_only=True):
-    """A short-lived token in exchange for a key."""
+    """A short-lived token in exchange for a key.
+
+    Example:
+        >>> AuthTokenResponse(jwt="eyJhbGciOi").jwt
+        'eyJhbGciOi'
+    """
 
     jwt: str
 
 
 class ApiKeyResponse(Record, frozen=True, kw_only=True):
-    """The key in use, as its owner named it."""
+    """The key in use, as its owner named it.
+
+    Example:
+        >>> ApiKeyResponse(key_id=7, name="laptop").name
+        'laptop'
+    """
 
     key_id: int | str
     name: str = ""
@@ -27,7 +37,13 @@ class ApiKeyResponse(Record, frozen=True, kw_only=True):
 
 
 class WhoamiResponse(Record, frozen=True, kw_only=True):
-    """Whom the key in use belongs to."""
+    """Whom the key in use belongs to.
+
+    Example:
+        >>> who = WhoamiResponse(user_urn="user:1", org_urn="org:1", email="ann@example.org")
+        >>> who.email  # as `rest.whoami().result()` gives it
+        'ann@example.org'
+    """
 
     user_urn: str
     org_urn: str
@@ -41,7 +57,13 @@ AuditEventType: TypeAlias = Literal["all", "checkpoints", "projects", "teams", "
 
 
 class AuditLogEntry(Stamped, frozen=True, kw_only=True):
-    """Something that was done, by whom and to what."""
+    """Something that was done, by whom and to what.
+
+    Example:
+        >>> entry = AuditLogEntry(timestamp=dt.datetime(2026, 1, 2, 12), event="checkpoint.deleted")
+        >>> entry.event, entry.timestamp.isoformat()
+        ('checkpoint.deleted', '2026-01-02T12:00:00+00:00')
+    """
 
     timestamp: dt.datetime
     event: str
@@ -52,7 +74,13 @@ class AuditLogEntry(Stamped, frozen=True, kw_only=True):
 
 
 class AuditLogResponse(Record, frozen=True, kw_only=True):
-    """What was done on a day."""
+    """What was done on a day.
+
+    Example:
+        >>> entry = AuditLogEntry(timestamp=dt.datetime(2026, 1, 2, 12), event="project.created")
+        >>> [f"{entry.timestamp:%H:%M} {entry.event}" for entry in AuditLogResponse(entries=[entry]).entries]
+        ['12:00 project.created']
+    """
 
     entries: list[AuditLogEntry]
 
@@ -67,14 +95,24 @@ class BillingEventMark(Variant):
 
 
 class TrainingBillingEvent(Record, BillingEventMark, frozen=True, kw_only=True):
-    """Tokens trained on."""
+    """Tokens trained on.
+
+    Example:
+        >>> TrainingBillingEvent(token_count=4096).type
+        'training'
+    """
 
     type: Literal["training"] = "training"
     token_count: int
 
 
 class SamplingPrefillBillingEvent(Record, BillingEventMark, frozen=True, kw_only=True):
-    """Prompt tokens, read anew or from the cache."""
+    """Prompt tokens, read anew or from the cache.
+
+    Example:
+        >>> SamplingPrefillBillingEvent(cached=True, token_count=512).cached
+        True
+    """
 
     type: Literal["sampling_prefill"] = "sampling_prefill"
     cached: bool
@@ -82,21 +120,36 @@ class SamplingPrefillBillingEvent(Record, BillingEventMark, frozen=True, kw_only
 
 
 class SamplingSampleBillingEvent(Record, BillingEventMark, frozen=True, kw_only=True):
-    """Tokens sampled."""
+    """Tokens sampled.
+
+    Example:
+        >>> SamplingSampleBillingEvent(token_count=128).token_count
+        128
+    """
 
     type: Literal["sampling_sample"] = "sampling_sample"
     token_count: int
 
 
 class CheckpointBillingEvent(Record, BillingEventMark, frozen=True, kw_only=True):
-    """Checkpoints saved."""
+    """Checkpoints saved.
+
+    Example:
+        >>> CheckpointBillingEvent(count=2).count
+        2
+    """
 
     type: Literal["checkpoint"] = "checkpoint"
     count: int
 
 
 class StorageBillingEvent(Record, BillingEventMark, frozen=True, kw_only=True):
-    """Room that checkpoints took."""
+    """Room that checkpoints took.
+
+    Example:
+        >>> StorageBillingEvent(gigabyte_hours=1.5).gigabyte_hours
+        1.5
+    """
 
     type: Literal["storage"] = "storage"
     gigabyte_hours: float
@@ -117,14 +170,28 @@ else:
 
 
 class GetBillingUsageRequest(Stamped, frozen=True, kw_only=True):
-    """A span of hours to account for."""
+    """A span of hours to account for.
+
+    Example:
+        >>> first, last = dt.datetime(2026, 1, 1), dt.datetime(2026, 1, 2)
+        >>> GetBillingUsageRequest(starting_on=first, ending_before=last).starting_on.isoformat()  # without a zone: UTC
+        '2026-01-01T00:00:00+00:00'
+    """
 
     starting_on: dt.datetime
     ending_before: dt.datetime
 
 
 class BillingUsageEvent(Stamped, frozen=True, kw_only=True):
-    """What one hour of one kind of use came to."""
+    """What one hour of one kind of use came to.
+
+    Example:
+        >>> hour = {"bucket_start": "2026-01-01T10:00:00Z", "bucket_end": "2026-01-01T11:00:00Z"}
+        >>> info = {"type": "training", "token_count": 4096}
+        >>> event = BillingUsageEvent.model_validate({**hour, "event_info": info})
+        >>> event.event_info
+        TrainingBillingEvent(type='training', token_count=4096)
+    """
 
     bucket_start: dt.datetime
     bucket_end: dt.datetime
@@ -140,13 +207,26 @@ class BillingUsageEvent(Stamped, frozen=True, kw_only=True):
 
 
 class BillingUsageSession(Record, frozen=True, kw_only=True):
-    """What is known of a session that events name."""
+    """What is known of a session that events name.
+
+    Example:
+        >>> BillingUsageSession(user_metadata={"experiment": "lr-sweep"}).user_metadata["experiment"]
+        'lr-sweep'
+    """
 
     user_metadata: dict[str, str] | None = None
 
 
 class BillingUsageResponse(Stamped, frozen=True, kw_only=True):
-    """What was used in a span of hours."""
+    """What was used in a span of hours.
+
+    Example:
+        >>> hour = {"bucket_start": "2026-01-01T10:00:00Z", "bucket_end": "2026-01-01T11:00:00Z"}
+        >>> event = {**hour, "estimated_cost_usd": 0.25, "event_info": {"type": "checkpoint", "count": 1}}
+        >>> usage = BillingUsageResponse.model_validate({"data": [event]})
+        >>> sum(event.estimated_cost_usd or 0 for event in usage.data)
+        0.25
+    """
 
     data: list[BillingUsageEvent]
     sessions: dict[str, BillingUsageSession] = msgspec.field(default_factory=dict)
@@ -154,13 +234,24 @@ class BillingUsageResponse(Stamped, frozen=True, kw_only=True):
 
 
 class GetCurrentCheckpointStorageUsageRequest(Record, frozen=True, kw_only=True):
-    """Ask what checkpoints take up, in one project or all."""
+    """Ask what checkpoints take up, in one project or all.
+
+    Example:
+        >>> GetCurrentCheckpointStorageUsageRequest(project_id="project-1").project_id
+        'project-1'
+    """
 
     project_id: str | None = None
 
 
 class CurrentCheckpointStorageUsageItem(Record, frozen=True, kw_only=True):
-    """What one owner's checkpoints in one project take up."""
+    """What one owner's checkpoints in one project take up.
+
+    Example:
+        >>> item = CurrentCheckpointStorageUsageItem(checkpoint_count=3, size_bytes=6 * 10**9, size_gigabytes=6.0)
+        >>> item.size_gigabytes / item.checkpoint_count
+        2.0
+    """
 
     project_id: str | None = None
     org_user_urn: str | None = None
@@ -173,7 +264,14 @@ class CurrentCheckpointStorageUsageItem(Record, frozen=True, kw_only=True):
 
 
 class CurrentCheckpointStorageUsageResponse(Record, frozen=True, kw_only=True):
-    """What checkpoints take up now."""
+    """What checkpoints take up now.
+
+    Example:
+        >>> item = CurrentCheckpointStorageUsageItem(checkpoint_count=3, size_bytes=6 * 10**9, size_gigabytes=6.0)
+        >>> usage = CurrentCheckpointStorageUsageResponse(data=[item])
+        >>> sum(item.checkpoint_count for item in usage.data)
+        3
+    """
 
     effective_rate_usd_per_gigabyte_month: float | None = None
     data: list[CurrentCheckpointStorageUsageItem]

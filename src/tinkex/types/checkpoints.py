@@ -24,13 +24,24 @@ CONSOLE = "https://tinker.thinkingmachines.ai"
 
 
 def console_url(path: str) -> str:
-    """The page of a checkpoint in the hosted service's console."""
+    """The page of a checkpoint in the hosted service's console.
+
+    Example:
+        >>> console_url("tinker://run-1/weights/step-100").rpartition("/checkpoints/")[2]
+        'run-1/weights%2Fstep-100'
+    """
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
     return f"{CONSOLE}/checkpoints/{quote(parsed.training_run_id, safe='')}/{quote(parsed.checkpoint_id, safe='')}"
 
 
 class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
-    """The parts of `tinker://<run>/<kind>/<name>`."""
+    """The parts of `tinker://<run>/<kind>/<name>`.
+
+    Example:
+        >>> parsed = ParsedCheckpointTinkerPath.from_tinker_path("tinker://run-1/weights/step-100")
+        >>> parsed.training_run_id, parsed.checkpoint_type, parsed.name
+        ('run-1', 'training', 'step-100')
+    """
 
     tinker_path: str
     training_run_id: str
@@ -49,6 +60,10 @@ class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
 
         Raises:
             ValueError: The scheme, the shape or the kind is wrong; the message says which.
+
+        Example:
+            >>> ParsedCheckpointTinkerPath.from_tinker_path("tinker://run-1/sampler_weights/final").checkpoint_id
+            'sampler_weights/final'
         """
         if not isinstance(tinker_path, str) or not tinker_path.startswith(SCHEME):
             raise ValueError(
@@ -75,7 +90,12 @@ class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
 
 
 class SaveWeightsRequest(Record, frozen=True, kw_only=True):
-    """Save weights and optimizer state, to resume from."""
+    """Save weights and optimizer state, to resume from.
+
+    Example:
+        >>> SaveWeightsRequest(model_id="run-1", path="step-100", ttl_seconds=86_400).overwrite
+        False
+    """
 
     model_id: str
     path: str | None = None
@@ -87,18 +107,35 @@ class SaveWeightsRequest(Record, frozen=True, kw_only=True):
 
 
 class SaveWeightsResponse(Record, frozen=True, kw_only=True):
-    """Where the training checkpoint lies."""
+    """Where the training checkpoint lies.
+
+    Example:
+        >>> saved = SaveWeightsResponse(path="tinker://run-1/weights/step-100")  # save_state("step-100").result()
+        >>> saved.path
+        'tinker://run-1/weights/step-100'
+    """
 
     path: str
     type: Literal["save_weights"] | None = None
 
     def get_console_url(self) -> str:
-        """The checkpoint's page in the hosted service's console."""
+        """The checkpoint's page in the hosted service's console.
+
+        Example:
+            >>> saved = SaveWeightsResponse(path="tinker://run-1/weights/step-100")
+            >>> saved.get_console_url().rpartition("/checkpoints/")[2]
+            'run-1/weights%2Fstep-100'
+        """
         return console_url(self.path)
 
 
 class SaveWeightsForSamplerRequest(Record, frozen=True, kw_only=True):
-    """Save weights to sample from: under a name, or nameless straight into a sampler."""
+    """Save weights to sample from: under a name, or nameless straight into a sampler.
+
+    Example:
+        >>> SaveWeightsForSamplerRequest(model_id="run-1", path="final").path
+        'final'
+    """
 
     model_id: str
     path: str | None = None
@@ -110,22 +147,45 @@ class SaveWeightsForSamplerRequest(Record, frozen=True, kw_only=True):
 
 
 class SaveWeightsForSamplerResponse(Record, frozen=True, kw_only=True):
-    """Where the sampler checkpoint lies. Calls leave `type` None, whatever the server says, as the official client."""
+    """Where the sampler checkpoint lies. Calls leave `type` None, whatever the server says, as the official client.
+
+    Example:
+        >>> saved = SaveWeightsForSamplerResponse(path="tinker://run-1/sampler_weights/final")
+        >>> saved.path  # what create_sampling_client(model_path=...) takes
+        'tinker://run-1/sampler_weights/final'
+    """
 
     path: str
     type: Literal["save_weights_for_sampler"] | None = None
 
     def get_console_url(self) -> str:
-        """The checkpoint's page in the hosted service's console."""
+        """The checkpoint's page in the hosted service's console.
+
+        Example:
+            >>> saved = SaveWeightsForSamplerResponse(path="tinker://run-1/sampler_weights/final")
+            >>> saved.get_console_url().rpartition("/checkpoints/")[2]
+            'run-1/sampler_weights%2Ffinal'
+        """
         return console_url(self.path)
 
     def get_playground_url(self) -> str:
-        """Where the checkpoint can be talked to in the hosted service's console."""
+        """Where the checkpoint can be talked to in the hosted service's console.
+
+        Example:
+            >>> saved = SaveWeightsForSamplerResponse(path="tinker://run-1/sampler_weights/final")
+            >>> saved.get_playground_url().partition("?")[2]
+            'mode=checkpoint&checkpoint=tinker%3A%2F%2Frun-1%2Fsampler_weights%2Ffinal'
+        """
         return f"{CONSOLE}/playground?mode=checkpoint&checkpoint={quote(self.path, safe='')}"
 
 
 class SaveWeightsForSamplerResponseInternal(Record, frozen=True, kw_only=True):
-    """Either a path (named) or a sampling session (nameless)."""
+    """Either a path (named) or a sampling session (nameless).
+
+    Example:
+        >>> SaveWeightsForSamplerResponseInternal(sampling_session_id="sampler-1").sampling_session_id
+        'sampler-1'
+    """
 
     path: str | None = None
     sampling_session_id: str | None = None
@@ -133,7 +193,12 @@ class SaveWeightsForSamplerResponseInternal(Record, frozen=True, kw_only=True):
 
 
 class LoadWeightsRequest(Record, frozen=True, kw_only=True):
-    """Load a checkpoint into a run: an existing one (model_id), or a new one (session_id and model_seq_id)."""
+    """Load a checkpoint into a run: an existing one (model_id), or a new one (session_id and model_seq_id).
+
+    Example:
+        >>> LoadWeightsRequest(path="tinker://run-1/weights/step-100", optimizer=True, model_id="run-2").optimizer
+        True
+    """
 
     path: str
     optimizer: bool
@@ -152,7 +217,12 @@ class LoadWeightsRequest(Record, frozen=True, kw_only=True):
 
 
 class LoadWeightsResponse(Record, frozen=True, kw_only=True):
-    """What was loaded."""
+    """What was loaded.
+
+    Example:
+        >>> LoadWeightsResponse(path="tinker://run-1/weights/step-100", model_id="run-2").model_id
+        'run-2'
+    """
 
     path: str | None = None
     model_id: str | None = None
@@ -160,13 +230,24 @@ class LoadWeightsResponse(Record, frozen=True, kw_only=True):
 
 
 class WeightsInfoRequest(Record, frozen=True, kw_only=True):
-    """Ask what a checkpoint holds."""
+    """Ask what a checkpoint holds.
+
+    Example:
+        >>> WeightsInfoRequest(tinker_path="tinker://run-1/weights/step-100").tinker_path
+        'tinker://run-1/weights/step-100'
+    """
 
     tinker_path: str
 
 
 class WeightsInfoResponse(Record, frozen=True, kw_only=True):
-    """What a checkpoint holds."""
+    """What a checkpoint holds.
+
+    Example:
+        >>> info = WeightsInfoResponse(base_model="Qwen/Qwen3-8B", is_lora=True, lora_rank=32)
+        >>> info.base_model, info.lora_rank
+        ('Qwen/Qwen3-8B', 32)
+    """
 
     base_model: str
     is_lora: bool
@@ -178,7 +259,12 @@ class WeightsInfoResponse(Record, frozen=True, kw_only=True):
 
 
 class SaveWeightsExternalRequest(Record, frozen=True, kw_only=True):
-    """Save weights as files to download; readable by the recipients alone when there are any."""
+    """Save weights as files to download; readable by the recipients alone when there are any.
+
+    Example:
+        >>> SaveWeightsExternalRequest(model_id="run-1", path="export", ttl_seconds=3600).ttl_seconds
+        3600
+    """
 
     model_id: str
     path: str
@@ -189,14 +275,25 @@ class SaveWeightsExternalRequest(Record, frozen=True, kw_only=True):
 
 
 class SaveWeightsExternalResponse(Record, frozen=True, kw_only=True):
-    """Where the exported checkpoint lies."""
+    """Where the exported checkpoint lies.
+
+    Example:
+        >>> SaveWeightsExternalResponse(path="tinker://run-1/external_weights/export").path
+        'tinker://run-1/external_weights/export'
+    """
 
     path: str
     type: Literal["save_weights_external"] | None = None
 
 
 class SaveWeightsExternalResponseInternal(Record, frozen=True, kw_only=True):
-    """Where the exported checkpoint lies, and how large it is."""
+    """Where the exported checkpoint lies, and how large it is.
+
+    Example:
+        >>> answer = SaveWeightsExternalResponseInternal(path="tinker://run-1/external_weights/a", size_bytes=2048)
+        >>> answer.size_bytes
+        2048
+    """
 
     path: str | None = None
     size_bytes: int | None = None
@@ -204,21 +301,40 @@ class SaveWeightsExternalResponseInternal(Record, frozen=True, kw_only=True):
 
 
 class ExternalWeightsUrlsResponse(Stamped, frozen=True, kw_only=True):
-    """Signed addresses of an exported checkpoint's files, good until they expire."""
+    """Signed addresses of an exported checkpoint's files, good until they expire.
+
+    Example:
+        >>> files = {"adapter_model.safetensors": "https://files.example.org/1"}
+        >>> answer = ExternalWeightsUrlsResponse(urls=files, expires=dt.datetime(2026, 1, 2))
+        >>> list(answer.urls), answer.expires.isoformat()
+        (['adapter_model.safetensors'], '2026-01-02T00:00:00+00:00')
+    """
 
     urls: dict[str, str]
     expires: dt.datetime
 
 
 class CheckpointArchiveUrlResponse(Stamped, frozen=True, kw_only=True):
-    """The signed address of a checkpoint packed into one file, good until it expires."""
+    """The signed address of a checkpoint packed into one file, good until it expires.
+
+    Example:
+        >>> until = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
+        >>> answer = CheckpointArchiveUrlResponse(url="https://files.example.org/1.tar", expires=until)
+        >>> answer.url, answer.expires.isoformat()
+        ('https://files.example.org/1.tar', '2026-01-02T00:00:00+00:00')
+    """
 
     url: str
     expires: dt.datetime
 
 
 class CopyWeightsRequest(Record, frozen=True, kw_only=True):
-    """Copy a checkpoint into a project."""
+    """Copy a checkpoint into a project.
+
+    Example:
+        >>> CopyWeightsRequest(source_path="tinker://run-1/weights/a", destination_project_id="p-1").source_path
+        'tinker://run-1/weights/a'
+    """
 
     session_id: str | None = None
     model_seq_id: Int64 | None = None
@@ -229,13 +345,23 @@ class CopyWeightsRequest(Record, frozen=True, kw_only=True):
 
 
 class CopyWeightsResponse(Record, frozen=True, kw_only=True):
-    """Where the copy lies."""
+    """Where the copy lies.
+
+    Example:
+        >>> CopyWeightsResponse(tinker_path="tinker://run-2/weights/step-100").tinker_path
+        'tinker://run-2/weights/step-100'
+    """
 
     tinker_path: str
 
 
 class SetCheckpointTtlRequest(Record, frozen=True, kw_only=True):
-    """Let a checkpoint expire after so many seconds, or never."""
+    """Let a checkpoint expire after so many seconds, or never.
+
+    Example:
+        >>> SetCheckpointTtlRequest(ttl_seconds=None).model_dump()  # never expires
+        {'ttl_seconds': None}
+    """
 
     SENT_AS_NULL: ClassVar[frozenset[str]] = frozenset({"ttl_seconds"})
 
@@ -243,7 +369,13 @@ class SetCheckpointTtlRequest(Record, frozen=True, kw_only=True):
 
 
 class Cursor(Record, frozen=True, kw_only=True):
-    """Which part of a list this is."""
+    """Which part of a list this is.
+
+    Example:
+        >>> cursor = Cursor(offset=0, limit=20, total_count=45)
+        >>> cursor.offset + cursor.limit < cursor.total_count  # there is another page
+        True
+    """
 
     offset: int
     limit: int
@@ -251,7 +383,14 @@ class Cursor(Record, frozen=True, kw_only=True):
 
 
 class Checkpoint(Stamped, frozen=True, kw_only=True):
-    """A saved state of a training run."""
+    """A saved state of a training run.
+
+    Example:
+        >>> fields = {"checkpoint_id": "weights/a", "checkpoint_type": "training", "time": "2026-01-02T00:00:00Z"}
+        >>> saved = Checkpoint.model_validate({**fields, "tinker_path": "tinker://run-1/weights/a", "size_bytes": 2048})
+        >>> saved.tinker_path, saved.training_run_id, saved.size_bytes
+        ('tinker://run-1/weights/a', 'run-1', 2048)
+    """
 
     checkpoint_id: str
     checkpoint_type: CheckpointType
@@ -269,7 +408,15 @@ class Checkpoint(Stamped, frozen=True, kw_only=True):
 
 
 class CheckpointsListResponse(Record, frozen=True, kw_only=True):
-    """A page of checkpoints."""
+    """A page of checkpoints.
+
+    Example:
+        >>> fields = {"checkpoint_id": "weights/a", "checkpoint_type": "training", "time": "2026-01-02T00:00:00Z"}
+        >>> saved = Checkpoint.model_validate({**fields, "tinker_path": "tinker://run-1/weights/a"})
+        >>> page = CheckpointsListResponse(checkpoints=[saved])  # rest.list_checkpoints("run-1").result()
+        >>> [checkpoint.tinker_path for checkpoint in page.checkpoints]
+        ['tinker://run-1/weights/a']
+    """
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
@@ -282,7 +429,15 @@ else:
 
 
 class TrainingRun(Stamped, frozen=True, kw_only=True):
-    """A training run and what was last saved of it."""
+    """A training run and what was last saved of it.
+
+    Example:
+        >>> fields = {"base_model": "Qwen/Qwen3-8B", "model_owner": "ann", "is_lora": True, "lora_rank": 32}
+        >>> told = {"training_run_id": "run-1", "last_request_time": "2026-01-02T00:00:00Z", **fields}
+        >>> run = TrainingRun.model_validate(told)
+        >>> run.base_model, run.lora_rank, run.corrupted
+        ('Qwen/Qwen3-8B', 32, False)
+    """
 
     training_run_id: str
     base_model: str
@@ -302,7 +457,16 @@ class TrainingRun(Stamped, frozen=True, kw_only=True):
 
 
 class TrainingRunsResponse(Record, frozen=True, kw_only=True):
-    """Training runs."""
+    """Training runs.
+
+    Example:
+        >>> fields = {"base_model": "Qwen/Qwen3-8B", "model_owner": "ann", "is_lora": True}
+        >>> run = {"training_run_id": "run-1", "last_request_time": "2026-01-02T00:00:00Z", **fields}
+        >>> cursor = {"offset": 0, "limit": 20, "total_count": 1}
+        >>> page = TrainingRunsResponse.model_validate({"training_runs": [run], "cursor": cursor})
+        >>> [run.training_run_id for run in page.training_runs], page.cursor.total_count
+        (['run-1'], 1)
+    """
 
     training_runs: list[TrainingRun]
     cursor: Cursor

@@ -21,14 +21,25 @@ CustomLossNodeOp: TypeAlias = Literal[
 
 
 class CustomLossInput(Record, frozen=True, kw_only=True):
-    """An input of a custom loss: a scalar (rank 0), one value a token (1), or one a candidate of each token (2)."""
+    """An input of a custom loss: a scalar (rank 0), one value a token (1), or one a candidate of each token (2).
+
+    Example:
+        >>> CustomLossInput(name="advantages", rank=1).rank
+        1
+    """
 
     name: str
     rank: CustomLossInputRank
 
 
 class CustomLossNode(Record, frozen=True, kw_only=True):
-    """One step of a traced loss. Arguments are JSON values, or objects of one key such as `{"ref": node}`."""
+    """One step of a traced loss. Arguments are JSON values, or objects of one key such as `{"ref": node}`.
+
+    Example:
+        >>> node = CustomLossNode(op="call_method", name="total", target="sum", args=[{"ref": "logprobs"}])
+        >>> node.target, node.args
+        ('sum', [{'ref': 'logprobs'}])
+    """
 
     op: CustomLossNodeOp
     name: str
@@ -42,14 +53,26 @@ class CustomLossNode(Record, frozen=True, kw_only=True):
 
 
 class CustomLossGraph(Record, frozen=True, kw_only=True):
-    """A traced loss as data: its steps in the order in which they run."""
+    """A traced loss as data: its steps in the order in which they run.
+
+    Example:
+        >>> graph = CustomLossGraph(nodes=[CustomLossNode(op="placeholder", name="logprobs", target="logprobs")])
+        >>> [node.op for node in graph.nodes], graph.format
+        (['placeholder'], 1)
+    """
 
     nodes: list[CustomLossNode]
     format: Literal[1] = 1
 
 
 class CreateCustomLossRequest(Record, frozen=True, kw_only=True):
-    """Store a loss on the server; its first input is `logprobs`."""
+    """Store a loss on the server; its first input is `logprobs`.
+
+    Example:
+        >>> fields = {"session_id": "s-1", "custom_loss_seq_id": 0, "name": "nll", "graph": CustomLossGraph(nodes=[])}
+        >>> CreateCustomLossRequest(inputs=[CustomLossInput(name="logprobs", rank=1)], **fields).inputs[0].name
+        'logprobs'
+    """
 
     session_id: str
     custom_loss_seq_id: Int64
@@ -60,7 +83,12 @@ class CreateCustomLossRequest(Record, frozen=True, kw_only=True):
 
 
 class CreateCustomLossResponse(Record, frozen=True, kw_only=True):
-    """The id under which passes of the same session may use a loss."""
+    """The id under which passes of the same session may use a loss.
+
+    Example:
+        >>> CreateCustomLossResponse(loss_id="loss-1").loss_id
+        'loss-1'
+    """
 
     loss_id: str
     type: Literal["create_custom_loss"] = "create_custom_loss"
@@ -116,6 +144,12 @@ class RegularizerSpec:
 
         Raises:
             ValueError: Names what is missing, unknown or out of range.
+
+        Example:
+            >>> settings = {"weight": 0.1, "name": "size", "async": False}  # as a file of settings has them
+            >>> spec = RegularizerSpec.new(settings, fn=lambda data, logprobs: (logprobs.abs().sum(), {}))
+            >>> spec.name, spec.async_
+            ('size', False)
         """
         given = {"async_" if name == "async" else name: value for name, value in {**(fields or {}), **others}.items()}
         if unknown := given.keys() - cls.__dataclass_fields__.keys():
@@ -136,7 +170,12 @@ def _check_form(fn: Any) -> None:
 
 
 def accepts(fn: Callable[..., Any], count: int) -> bool:
-    """Whether a callable can be called with so many positional arguments; true where nobody can tell."""
+    """Whether a callable can be called with so many positional arguments; true where nobody can tell.
+
+    Example:
+        >>> accepts(lambda data, logprobs: None, 2), accepts(lambda data, logprobs: None, 3)
+        (True, False)
+    """
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -149,7 +188,12 @@ def accepts(fn: Callable[..., Any], count: int) -> bool:
 
 
 def takes_opts(fn: Any) -> bool:
-    """Whether options are passed: to objects, to callables of three arguments, and to those whose third is `opts`."""
+    """Whether options are passed: to objects, to callables of three arguments, and to those whose third is `opts`.
+
+    Example:
+        >>> takes_opts(lambda data, logprobs: None), takes_opts(lambda data, logprobs, opts: None)
+        (False, True)
+    """
     if callable(getattr(fn, "compute", None)) or not accepts(fn, 2):
         return True
     try:
@@ -160,7 +204,13 @@ def takes_opts(fn: Any) -> bool:
 
 
 class RegularizerOutput(Record, frozen=True, kw_only=True):
-    """What one term added to a loss, and how long its gradient is when that was asked for."""
+    """What one term added to a loss, and how long its gradient is when that was asked for.
+
+    Example:
+        >>> term = RegularizerOutput(name="l2", value=4.0, weight=0.5, contribution=2.0)
+        >>> term.contribution, term.grad_norm is None
+        (2.0, True)
+    """
 
     name: str
     value: float
@@ -207,13 +257,23 @@ class RegularizerOutput(Record, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready; without the norms when there are none."""
+        """JSON-ready; without the norms when there are none.
+
+        Example:
+            >>> RegularizerOutput.from_computation("l2", 4.0, 0.5).to_json()
+            {'name': 'l2', 'value': 4.0, 'weight': 0.5, 'contribution': 2.0, 'custom': {}}
+        """
         left_out = () if self.grad_norm is not None else ("grad_norm", "grad_norm_weighted")
         return self.model_dump(exclude=left_out)
 
 
 class BaseLoss(Record, frozen=True, kw_only=True):
-    """The loss before any terms were added."""
+    """The loss before any terms were added.
+
+    Example:
+        >>> BaseLoss(value=1.5, custom={"tokens": 12}).value
+        1.5
+    """
 
     value: float
     grad_norm: float | None = None
@@ -221,7 +281,13 @@ class BaseLoss(Record, frozen=True, kw_only=True):
 
 
 class CustomLossOutput(Record, frozen=True, kw_only=True):
-    """A loss and the terms it is made of."""
+    """A loss and the terms it is made of.
+
+    Example:
+        >>> output = CustomLossOutput.build(1.0, outputs=[RegularizerOutput.from_computation("l2", 4.0, 0.5)])
+        >>> output.loss, output.regularizers["l2"].contribution
+        (3.0, 2.0)
+    """
 
     loss_total: float
     base_loss: BaseLoss | None = None
@@ -250,6 +316,11 @@ class CustomLossOutput(Record, frozen=True, kw_only=True):
 
         Returns:
             The output.
+
+        Example:
+            >>> term = RegularizerOutput.from_computation("l2", 4.0, 0.5)
+            >>> CustomLossOutput.build(1.0, {"tokens": 12}, [term]).loss_total
+            3.0
         """
         added = sum(output.contribution for output in outputs)
         return cls(
@@ -266,7 +337,12 @@ class CustomLossOutput(Record, frozen=True, kw_only=True):
         return self.loss_total
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready: regularizers by name with all their numbers, also those that are null."""
+        """JSON-ready: regularizers by name with all their numbers, also those that are null.
+
+        Example:
+            >>> CustomLossOutput.build(1.0).to_json()["base_loss"]
+            {'value': 1.0, 'grad_norm': None, 'custom': {}}
+        """
         terms = {name: output.model_dump(exclude={"name"}) for name, output in self.regularizers.items()}
         fields: dict[str, Any] = {
             "loss_total": self.loss_total,
@@ -280,7 +356,12 @@ class CustomLossOutput(Record, frozen=True, kw_only=True):
         return fields
 
     def metrics(self) -> dict[str, float]:
-        """The numbers in a flat form, as results of passes carry them; texts are left out."""
+        """The numbers in a flat form, as results of passes carry them; texts are left out.
+
+        Example:
+            >>> CustomLossOutput.build(1.0, outputs=[RegularizerOutput.from_computation("l2", 4.0, 0.5)]).metrics()
+            {'base_loss': 1.0, 'regularizer_total': 2.0, 'l2/value': 4.0, 'l2/contribution': 2.0}
+        """
         found: dict[str, Any] = dict(self.base_loss.custom) if self.base_loss is not None else {}
         if self.base_loss is not None:
             found |= {"base_loss": self.base_loss.value, "base_loss/grad_norm": self.base_loss.grad_norm}

@@ -35,7 +35,12 @@ FutureRetrieveResponse: TypeAlias = (
 
 
 class QueueState(StrEnum):
-    """Whether work that is still to be done moves on."""
+    """Whether work that is still to be done moves on.
+
+    Example:
+        >>> QueueState("paused_capacity") is QueueState.PAUSED_CAPACITY
+        True
+    """
 
     ACTIVE = "active"
     PAUSED_RATE_LIMIT = "paused_rate_limit"

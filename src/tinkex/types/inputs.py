@@ -35,7 +35,13 @@ def token_array(tokens: Any) -> Array:
 
 
 class EncodedTextChunk(Fixed):
-    """A run of token ids. `tokens` reads as a list; `tokens_np` is the array behind it."""
+    """A run of token ids. `tokens` reads as a list; `tokens_np` is the array behind it.
+
+    Example:
+        >>> chunk = EncodedTextChunk(tokens=[464, 2068, 7586])
+        >>> chunk.tokens, chunk.length
+        ([464, 2068, 7586], 3)
+    """
 
     __slots__ = ("tokens_np",)
     FIELDS = ("tokens",)
@@ -59,7 +65,12 @@ class EncodedTextChunk(Fixed):
         return int(self.tokens_np.size)
 
     def to_wire(self) -> dict[str, Any]:
-        """JSON form."""
+        """JSON form.
+
+        Example:
+            >>> EncodedTextChunk(tokens=[464, 2068]).to_wire()
+            {'tokens': [464, 2068], 'type': 'encoded_text'}
+        """
         return {"tokens": self.tokens, "type": self.type}
 
     @classmethod
@@ -74,6 +85,10 @@ class EncodedTextChunk(Fixed):
 
         Raises:
             ValueError: Something is missing or not of its kind.
+
+        Example:
+            >>> EncodedTextChunk.from_wire({"type": "encoded_text", "tokens": [464, 2068]}).tokens
+            [464, 2068]
         """
         if not isinstance(value, Mapping) or "tokens" not in value:
             raise ValueError("a text chunk must be an object with tokens")
@@ -131,7 +146,13 @@ class _Blob(Record, frozen=True, kw_only=True):
 
 
 class ImageChunk(_Blob, frozen=True, kw_only=True):
-    """An encoded image."""
+    """An encoded image.
+
+    Example:
+        >>> image = ImageChunk(data=b"...", format="png", expected_tokens=64)  # data=Path("page.png").read_bytes()
+        >>> ModelInput(chunks=[image, EncodedTextChunk(tokens=[464, 2068])]).length
+        66
+    """
 
     data: bytes
     format: Literal["png", "jpeg"]
@@ -145,7 +166,13 @@ class ImageChunk(_Blob, frozen=True, kw_only=True):
 
 
 class ImageAssetPointerChunk(_Blob, frozen=True, kw_only=True):
-    """An image stored elsewhere."""
+    """An image stored elsewhere.
+
+    Example:
+        >>> image = ImageAssetPointerChunk(location="s3://images/page.png", format="png", expected_tokens=64)
+        >>> ModelInput(chunks=[image, EncodedTextChunk(tokens=[464, 2068])]).length
+        66
+    """
 
     format: Literal["png", "jpeg"]
     location: str
@@ -159,7 +186,13 @@ class ImageAssetPointerChunk(_Blob, frozen=True, kw_only=True):
 
 
 class DmelChunk(_Blob, frozen=True, kw_only=True):
-    """Audio as a discretised mel spectrogram in a tensor container."""
+    """Audio as a discretised mel spectrogram in a tensor container.
+
+    Example:
+        >>> container = bytes([0, 2, 50, 80])  # a dtype, two dimensions: 50 frames of 80 bands, then the values
+        >>> DmelChunk(dmel=container).length
+        50
+    """
 
     dmel: bytes
     type: Literal["dmel"] = "dmel"
@@ -260,6 +293,10 @@ class ModelInput(Fixed):
 
         Returns:
             An input of one chunk.
+
+        Example:
+            >>> ModelInput.from_ints(np.array([464, 2068, 7586])).to_ints()
+            [464, 2068, 7586]
         """
         return cls(chunks=[EncodedTextChunk(tokens=tokens)])
 
@@ -287,6 +324,12 @@ class ModelInput(Fixed):
 
         Raises:
             TokenizerError: Neither a tokenizer nor a model name was given, or the text is none; it is a ValueError.
+
+        Example:
+            >>> from tinkex.tokenizers import load_tokenizer
+            >>> tokenizer = load_tokenizer("tinkex/tiny", backend="tokenizers")  # or training.get_tokenizer()
+            >>> tokenizer.decode(ModelInput.from_text("hello", tokenizer=tokenizer).to_ints())
+            '<|bos|>hello'
         """
         if tokenizer is None or options:
             # By name and only here: types are the lowest layer and cost nothing to import.
@@ -307,7 +350,12 @@ class ModelInput(Fixed):
 
     @classmethod
     def empty(cls) -> Self:
-        """With nothing in it."""
+        """With nothing in it.
+
+        Example:
+            >>> ModelInput.empty().append_int(464).to_ints()
+            [464]
+        """
         return cls()
 
     def append(self, chunk: ModelInputChunk) -> Self:
@@ -318,6 +366,11 @@ class ModelInput(Fixed):
 
         Returns:
             A new input; this one stays as it is.
+
+        Example:
+            >>> prompt = ModelInput.from_ints([464])
+            >>> prompt.append(ImageChunk(data=b"...", format="png", expected_tokens=64)).length, prompt.length
+            (65, 1)
         """
         return type(self)(chunks=[*self.chunks, chunk])
 
@@ -329,6 +382,11 @@ class ModelInput(Fixed):
 
         Returns:
             A new input; this one stays as it is.
+
+        Example:
+            >>> prompt = ModelInput.from_ints([464, 2068])
+            >>> prompt.append_int(7586).to_ints(), prompt.to_ints()
+            ([464, 2068, 7586], [464, 2068])
         """
         if self.chunks and isinstance(last := self.chunks[-1], EncodedTextChunk):
             joined = np.append(last.tokens_np, token_array([token]))
@@ -369,6 +427,10 @@ class ModelInput(Fixed):
 
         Raises:
             ValueError: A chunk is not text.
+
+        Example:
+            >>> ModelInput.from_ints([464, 2068]).to_numpy()
+            array([ 464, 2068], dtype=int32)
         """
         arrays = []
         for chunk in self.chunks:
@@ -380,11 +442,21 @@ class ModelInput(Fixed):
         return np.concatenate(arrays) if arrays else EMPTY
 
     def to_ints(self) -> list[int]:
-        """All tokens as a list; `ValueError` when a chunk is not text."""
+        """All tokens as a list; `ValueError` when a chunk is not text.
+
+        Example:
+            >>> ModelInput(chunks=[{"tokens": [1, 2]}, {"tokens": [3]}]).to_ints()
+            [1, 2, 3]
+        """
         return cast("list[int]", self.to_numpy().tolist())
 
     def to_wire(self) -> dict[str, Any]:
-        """JSON form."""
+        """JSON form.
+
+        Example:
+            >>> ModelInput.from_ints([1, 2]).to_wire()
+            {'chunks': [{'tokens': [1, 2], 'type': 'encoded_text'}]}
+        """
         return {"chunks": [chunk.to_wire() for chunk in self.chunks]}
 
     def _full(self) -> dict[str, Any]:
@@ -402,6 +474,10 @@ class ModelInput(Fixed):
 
         Raises:
             ValueError: Something is missing or not of its kind.
+
+        Example:
+            >>> ModelInput.from_wire({"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}).to_ints()
+            [1, 2]
         """
         if not isinstance(value, Mapping) or not isinstance(value.get("chunks"), list):
             raise ValueError("a model input must be an object with a list of chunks")
@@ -461,6 +537,10 @@ class PromptProvenanceSpan:
         sequence_id: A `SampledSequence.sequence_id` of that request.
         offset: Where the run starts in its prompt.
         length: How many tokens it takes.
+
+    Example:
+        >>> PromptProvenanceSpan(sequence_id="seq-1", length=12)  # the whole prompt of a sample
+        PromptProvenanceSpan(sequence_id='seq-1', offset=0, length=12)
     """
 
     sequence_id: str
@@ -479,6 +559,10 @@ class SampledProvenanceSpan:
         sequence_id: The `SampledSequence.sequence_id` of the sample.
         offset: Where the run starts in the sample.
         length: How many tokens it takes.
+
+    Example:
+        >>> SampledProvenanceSpan(sequence_id="seq-1", offset=4, length=8)  # what follows the first four sampled tokens
+        SampledProvenanceSpan(sequence_id='seq-1', offset=4, length=8)
     """
 
     sequence_id: str
@@ -576,6 +660,14 @@ class Datum(Wired):
 
         Raises:
             ValueError: The runs do not add up to the length of what they cover.
+
+        Example:
+            >>> datum = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})  # 1 was read, 2 and 3 drawn
+            >>> read = PromptProvenanceSpan(sequence_id="a", length=1)
+            >>> first, both = (SampledProvenanceSpan(sequence_id="a", length=length) for length in (1, 2))
+            >>> datum = datum.with_provenance([read, first], [both])
+            >>> datum.to_wire()["loss_fn_input_spans"]
+            [{'sampled_tokens': {'sequence_id': 'a', 'offset': 0, 'length': 2}}]
         """
         _check_tiling("model_input", model_input, self.model_input.length)
         targets = self.loss_fn_inputs.get("target_tokens")
@@ -595,7 +687,12 @@ class Datum(Wired):
         return self.model_input.estimated_bytes + 10 * numbers
 
     def to_wire(self) -> dict[str, Any]:
-        """JSON form, as older dialects use it."""
+        """JSON form, as older dialects use it.
+
+        Example:
+            >>> Datum(ModelInput.from_ints([1]), {"target_tokens": [2]}).to_wire()["loss_fn_inputs"]
+            {'target_tokens': {'data': [2], 'dtype': 'int64', 'shape': [1]}}
+        """
         inputs = {name: tensor.to_wire() for name, tensor in self.loss_fn_inputs.items()}
         wire: dict[str, Any] = {"model_input": self.model_input.to_wire(), "loss_fn_inputs": inputs}
         if self.model_input_spans is not None and self.loss_fn_input_spans is not None:
@@ -615,6 +712,11 @@ class Datum(Wired):
 
         Raises:
             ValueError: Something is missing or not of its kind.
+
+        Example:
+            >>> wire = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {"target_tokens": [2]}}
+            >>> Datum.from_wire(wire).loss_fn_inputs["target_tokens"].tolist()
+            [2]
         """
         if not isinstance(value, Mapping) or "model_input" not in value:
             raise ValueError("a datum must be an object with model_input and loss_fn_inputs")

@@ -88,27 +88,52 @@ class Wired:
         exclude_none: bool = False,
         **_: Any,
     ) -> dict[str, Any]:
-        """The fields as a dictionary of JSON-ready values, whatever the mode."""
+        """The fields as a dictionary of JSON-ready values, whatever the mode.
+
+        Example:
+            >>> ModelInput.from_ints([1, 2]).model_dump()
+            {'chunks': [{'tokens': [1, 2], 'type': 'encoded_text'}]}
+        """
         fields = self.to_wire() if exclude_none else self._full()
         return {name: value for name, value in fields.items() if _wanted(name, include, exclude)}
 
     def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
-        """The fields as a JSON string."""
+        """The fields as a JSON string.
+
+        Example:
+            >>> ModelInput.from_ints([1, 2]).model_dump_json()
+            '{"chunks":[{"tokens":[1,2],"type":"encoded_text"}]}'
+        """
         return _text(self.model_dump(**options), indent)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy, with some fields replaced."""
+        """A copy, with some fields replaced.
+
+        Example:
+            >>> EncodedTextChunk(tokens=[1, 2]).model_copy(update={"tokens": [3]}).tokens
+            [3]
+        """
         source = copy.deepcopy(self) if deep else self
         return type(self)(**{name: getattr(source, name) for name in self.FIELDS} | dict(update or {}))
 
     @classmethod
     def model_validate(cls, value: Any, **_: Any) -> Self:
-        """Build from a dictionary (or return an instance as it is); `ValueError` says what is wrong."""
+        """Build from a dictionary (or return an instance as it is); `ValueError` says what is wrong.
+
+        Example:
+            >>> EncodedTextChunk.model_validate({"tokens": [1, 2], "type": "encoded_text"}).length
+            2
+        """
         return from_builtins(cls, value)
 
     @classmethod
     def model_validate_json(cls, text: str | bytes, **_: Any) -> Self:
-        """Build from JSON text."""
+        """Build from JSON text.
+
+        Example:
+            >>> EncodedTextChunk.model_validate_json('{"tokens": [1, 2]}').tokens
+            [1, 2]
+        """
         return from_json(cls, text.encode() if isinstance(text, str) else text)
 
     @classmethod
@@ -252,7 +277,13 @@ def _finite(value: Any) -> Any:
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """An immutable message. Unknown keywords are refused; unknown fields of a decoded message are ignored."""
+    """An immutable message. Unknown keywords are refused; unknown fields of a decoded message are ignored.
+
+    Example:
+        >>> params = SamplingParams(max_tokens=16, temperature=0.7)
+        >>> params.model_copy(update={"temperature": 0.0}).model_dump(exclude_defaults=True)
+        {'max_tokens': 16, 'temperature': 0.0}
+    """
 
     SENT_AS_NULL: ClassVar[frozenset[str]] = frozenset()
     NOT_SENT: ClassVar[frozenset[str]] = frozenset()
@@ -277,6 +308,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             exclude_none: Leave out what is absent.
             exclude_defaults: Leave out fields that hold their default.
             exclude_unset: The same: a record does not remember which fields were given.
+
+        Example:
+            >>> SamplingParams(max_tokens=16, stop=["END"]).model_dump(exclude_defaults=True)
+            {'max_tokens': 16, 'stop': ['END']}
         """
         usual = _defaults(type(self)) if exclude_defaults or exclude_unset else {}
         dumped = {}
@@ -291,21 +326,41 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return to_builtins(value, keep_none=not exclude_none) if mode == "json" else _dump(value, exclude_none)
 
     def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
-        """The fields as a JSON string; options as for `model_dump`."""
+        """The fields as a JSON string; options as for `model_dump`.
+
+        Example:
+            >>> SamplingParams(max_tokens=16).model_dump_json(include={"max_tokens", "top_k"})
+            '{"max_tokens":16,"top_k":-1}'
+        """
         return _text(self.model_dump(**{**options, "mode": "json"}), indent)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy, with some fields replaced."""
+        """A copy, with some fields replaced.
+
+        Example:
+            >>> AdamParams(learning_rate=1e-3).model_copy(update={"learning_rate": 1e-4}).learning_rate
+            0.0001
+        """
         return msgspec.structs.replace(copy.deepcopy(self) if deep else self, **dict(update or {}))
 
     @classmethod
     def model_validate(cls, value: Any, **_: Any) -> Self:
-        """Build from a dictionary (or return an instance as it is); `ValueError` names the bad field."""
+        """Build from a dictionary (or return an instance as it is); `ValueError` names the bad field.
+
+        Example:
+            >>> AdamParams.model_validate({"learning_rate": 0.001, "weight_decay": 0.1}).weight_decay
+            0.1
+        """
         return value if isinstance(value, cls) else from_builtins(cls, value)
 
     @classmethod
     def model_validate_json(cls, text: str | bytes, **_: Any) -> Self:
-        """Build from JSON text."""
+        """Build from JSON text.
+
+        Example:
+            >>> SamplingParams.model_validate_json('{"max_tokens": 16}').max_tokens
+            16
+        """
         return from_json(cls, text.encode() if isinstance(text, str) else text)
 
     @classmethod

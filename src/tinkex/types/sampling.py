@@ -58,7 +58,13 @@ class SamplingParams(Record, frozen=True, kw_only=True):
 
 
 class SampleRequest(Record, frozen=True, kw_only=True):
-    """Ask for samples and, optionally, for log-probabilities of the prompt."""
+    """Ask for samples and, optionally, for log-probabilities of the prompt.
+
+    Example:
+        >>> params = SamplingParams(max_tokens=16)
+        >>> SampleRequest(prompt=ModelInput.from_ints([1, 2]), sampling_params=params, num_samples=4).num_samples
+        4
+    """
 
     prompt: ModelInput
     sampling_params: SamplingParams
@@ -79,13 +85,25 @@ class SampleRequest(Record, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(eq=False, frozen=True, slots=True)
 class TopkLogprobs:
-    """The k likeliest tokens at each of `length` positions, best first; unused cells hold EMPTY_CELL."""
+    """The k likeliest tokens at each of `length` positions, best first; unused cells hold EMPTY_CELL.
+
+    Example:
+        >>> table = TopkLogprobs(np.array([[464, 262]]), np.array([[-0.5, -1.5]]))
+        >>> table.tolist()
+        [[(464, -0.5), (262, -1.5)]]
+    """
 
     token_ids: Array
     logprobs: Array
 
     def tolist(self) -> TopkList:
-        """Pairs per position; None where nothing was computed."""
+        """Pairs per position; None where nothing was computed.
+
+        Example:
+            >>> ids, logprobs = np.array([[0], [464]]), np.array([[EMPTY_CELL], [-0.5]])
+            >>> TopkLogprobs(ids, logprobs).tolist()
+            [None, [(464, -0.5)]]
+        """
         if self.token_ids.size == 0:
             return []
         rows: TopkList = []
@@ -112,7 +130,14 @@ def _same(first: Any, second: Any) -> bool:
 
 @dataclasses.dataclass(eq=False, repr=False, frozen=True, slots=True)
 class SampledSequence(Wired):
-    """One sample. `tokens` and `logprobs` read as lists; `tokens_np` and `logprobs_np` are the arrays behind them."""
+    """One sample. `tokens` and `logprobs` read as lists; `tokens_np` and `logprobs_np` are the arrays behind them.
+
+    Example:
+        >>> told = {"tokens": [7, 2], "logprobs": [-0.5, -0.25], "stop_reason": "stop"}
+        >>> sequence = SampledSequence.from_wire(told)  # sampler.sample(...).result().sequences[0]
+        >>> sequence.tokens, sequence.logprobs, sequence.stop_reason
+        ([7, 2], [-0.5, -0.25], 'stop')
+    """
 
     FIELDS: ClassVar[tuple[str, ...]] = (
         "stop_reason",
@@ -171,11 +196,20 @@ class SampledSequence(Wired):
 
         Returns:
             A new sample.
+
+        Example:
+            >>> SampledSequence("stop").named("seq-1").sequence_id
+            'seq-1'
         """
         return SampledSequence(self.stop_reason, sequence_id, *self._state()[2:])
 
     def to_wire(self) -> dict[str, Any]:
-        """JSON form, as older dialects use it."""
+        """JSON form, as older dialects use it.
+
+        Example:
+            >>> SampledSequence("length", tokens_np=np.array([7, 2])).to_wire()
+            {'stop_reason': 'length', 'tokens': [7, 2], 'logprobs': None}
+        """
         return {"stop_reason": self.stop_reason, "tokens": self.tokens, "logprobs": self.logprobs}
 
     @classmethod
@@ -190,6 +224,10 @@ class SampledSequence(Wired):
 
         Raises:
             ValueError: Something is missing or not of its kind.
+
+        Example:
+            >>> SampledSequence.from_wire({"tokens": [7, 2], "stop_reason": "length"}).tokens
+            [7, 2]
         """
         if not isinstance(value, Mapping) or not isinstance(value.get("tokens"), list):
             raise ValueError("a sampled sequence must be an object with tokens")
@@ -230,7 +268,14 @@ class SampledSequence(Wired):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptAltTokens:
-    """Alternative tokens drawn at each prompt position after the first, `[P-1, k]`."""
+    """Alternative tokens drawn at each prompt position after the first, `[P-1, k]`.
+
+    Example:
+        >>> tokens, logprobs = np.array([[464, 262]]), np.array([[-0.5, -1.5]])
+        >>> alternatives = PromptAltTokens(TensorData.from_numpy(tokens), TensorData.from_numpy(logprobs))
+        >>> alternatives.tokens.tolist()
+        [[464, 262]]
+    """
 
     tokens: TensorData
     logprobs: TensorData
@@ -238,7 +283,14 @@ class PromptAltTokens:
 
 @dataclasses.dataclass(eq=False, repr=False, frozen=True, slots=True)
 class SampleResponse(Wired):
-    """The samples of one request and whatever was asked about its prompt."""
+    """The samples of one request and whatever was asked about its prompt.
+
+    Example:
+        >>> sequence = SampledSequence("stop", tokens_np=np.array([7, 2]))
+        >>> answer = SampleResponse([sequence])  # sampler.sample(...).result()
+        >>> [sequence.tokens for sequence in answer.sequences], answer.prompt_logprobs is None
+        ([[7, 2]], True)
+    """
 
     FIELDS: ClassVar[tuple[str, ...]] = (
         "sequences",
@@ -288,13 +340,22 @@ class SampleResponse(Wired):
 
         Returns:
             A new answer.
+
+        Example:
+            >>> SampleResponse([SampledSequence("stop")]).named(["seq-1"]).sequences[0].sequence_id
+            'seq-1'
         """
         count = len(sequence_ids)
         named = [sequence.named(name) for sequence, name in zip(self.sequences, sequence_ids, strict=False)]
         return SampleResponse(named + self.sequences[count:], *self._state()[1:])
 
     def to_wire(self) -> dict[str, Any]:
-        """JSON form, as older dialects use it."""
+        """JSON form, as older dialects use it.
+
+        Example:
+            >>> SampleResponse([SampledSequence("stop", tokens_np=np.array([7]))]).to_wire()["sequences"]
+            [{'stop_reason': 'stop', 'tokens': [7], 'logprobs': None}]
+        """
         wire: dict[str, Any] = {"sequences": [s.to_wire() for s in self.sequences], "type": "sample"}
         if (logprobs := self.prompt_logprobs) is not None:
             wire["prompt_logprobs"] = logprobs
@@ -314,6 +375,11 @@ class SampleResponse(Wired):
 
         Raises:
             ValueError: Something is missing or not of its kind.
+
+        Example:
+            >>> answer = SampleResponse.from_wire({"sequences": [], "prompt_logprobs": [None, -0.5]})
+            >>> answer.prompt_logprobs
+            [None, -0.5]
         """
         if not isinstance(value, Mapping) or not isinstance(value.get("sequences"), list):
             raise ValueError("a sample result must be an object with sequences")
@@ -372,7 +438,13 @@ def _pair(cell: Any) -> tuple[int, float]:
 
 
 class SampleStreamChunk(Record, frozen=True, kw_only=True):
-    """One event of a stream of samples: a token, the end, or an error (whose text is in `token`)."""
+    """One event of a stream of samples: a token, the end, or an error (whose text is in `token`).
+
+    Example:
+        >>> stream = [SampleStreamChunk(token="Hel"), SampleStreamChunk(token="lo"), SampleStreamChunk.done("stop", 2)]
+        >>> "".join(chunk.token for chunk in stream if not chunk.is_done)
+        'Hello'
+    """
 
     token: str | None = None
     token_id: int | None = None
@@ -391,6 +463,10 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True):
 
         Returns:
             The chunk.
+
+        Example:
+            >>> SampleStreamChunk.from_map({"finish_reason": "length", "total_tokens": 16}).is_done
+            True
         """
         if value.get("error") is not None:
             return cls.error(str(value["error"]))
@@ -409,6 +485,10 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True):
 
         Returns:
             The chunk.
+
+        Example:
+            >>> SampleStreamChunk.done("stop", total_tokens=12).event_type
+            'done'
         """
         return cls(finish_reason=finish_reason, total_tokens=total_tokens, event_type="done")
 
@@ -421,6 +501,11 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True):
 
         Returns:
             The chunk.
+
+        Example:
+            >>> chunk = SampleStreamChunk.error("out of memory")
+            >>> chunk.is_done, chunk.token
+            (True, 'out of memory')
         """
         return cls(token=message, event_type="error")
 
@@ -431,7 +516,13 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True):
 
 
 class CreateSamplingSessionRequest(Record, frozen=True, kw_only=True):
-    """Bind a sampler to a base model or a saved checkpoint."""
+    """Bind a sampler to a base model or a saved checkpoint.
+
+    Example:
+        >>> path = "tinker://run-1/sampler_weights/final"
+        >>> CreateSamplingSessionRequest(session_id="session-1", sampling_session_seq_id=0, model_path=path).model_path
+        'tinker://run-1/sampler_weights/final'
+    """
 
     session_id: str
     sampling_session_seq_id: Int64
@@ -441,14 +532,25 @@ class CreateSamplingSessionRequest(Record, frozen=True, kw_only=True):
 
 
 class CreateSamplingSessionResponse(Record, frozen=True, kw_only=True):
-    """The id of a new sampler."""
+    """The id of a new sampler.
+
+    Example:
+        >>> CreateSamplingSessionResponse(sampling_session_id="sampler-1").sampling_session_id
+        'sampler-1'
+    """
 
     sampling_session_id: str
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
 class GetSamplerResponse(Record, frozen=True, kw_only=True):
-    """What a sampler samples from."""
+    """What a sampler samples from.
+
+    Example:
+        >>> sampler = GetSamplerResponse(sampler_id="sampler-1", base_model="Qwen/Qwen3-8B")
+        >>> sampler.model_path or sampler.base_model
+        'Qwen/Qwen3-8B'
+    """
 
     sampler_id: str
     base_model: str

@@ -16,13 +16,23 @@ ClientSessionFinishReasonType: TypeAlias = Literal["success", "errored", "interr
 
 
 class ClientConfigRequest(Record, frozen=True, kw_only=True):
-    """Ask how to behave."""
+    """Ask how to behave.
+
+    Example:
+        >>> ClientConfigRequest(sdk_version="0.36.0").sdk_version
+        '0.36.0'
+    """
 
     sdk_version: str
 
 
 class ClientConfigResponse(Record, frozen=True, kw_only=True):
-    """How the server wants its clients to behave."""
+    """How the server wants its clients to behave.
+
+    Example:
+        >>> ClientConfigResponse(fwdbwd_max_chunk_len=256).fwdbwd_max_chunk_len
+        256
+    """
 
     pjwt_auth_enabled: bool = False
     credential_default_source: str = "api_key"
@@ -51,7 +61,12 @@ class ClientConfigResponse(Record, frozen=True, kw_only=True):
 
 
 class ClientDynamicConfigResponse(Record, frozen=True, kw_only=True):
-    """Configuration that may change while a client runs."""
+    """Configuration that may change while a client runs.
+
+    Example:
+        >>> ClientDynamicConfigResponse().refresh_interval_sec
+        300
+    """
 
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = False
@@ -59,7 +74,12 @@ class ClientDynamicConfigResponse(Record, frozen=True, kw_only=True):
 
 
 class CreateSessionRequest(Record, frozen=True, kw_only=True):
-    """Open a session."""
+    """Open a session.
+
+    Example:
+        >>> CreateSessionRequest(tags=["sweep"], user_metadata={"lr": "1e-4"}).tags
+        ['sweep']
+    """
 
     tags: list[str] = msgspec.field(default_factory=list)
     user_metadata: dict[str, Any] | None = None
@@ -73,7 +93,12 @@ class CreateSessionRequest(Record, frozen=True, kw_only=True):
 
 
 class CreateSessionResponse(Record, frozen=True, kw_only=True):
-    """A session, and what the server wants its user to read."""
+    """A session, and what the server wants its user to read.
+
+    Example:
+        >>> CreateSessionResponse(session_id="session-1", warning_message="maintenance at noon").warning_message
+        'maintenance at noon'
+    """
 
     session_id: str
     info_message: str | None = None
@@ -83,26 +108,46 @@ class CreateSessionResponse(Record, frozen=True, kw_only=True):
 
 
 class SessionHeartbeatRequest(Record, frozen=True, kw_only=True):
-    """Say that the client is alive."""
+    """Say that the client is alive.
+
+    Example:
+        >>> SessionHeartbeatRequest(session_id="session-1").type
+        'session_heartbeat'
+    """
 
     session_id: str
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class SessionHeartbeatResponse(Record, frozen=True, kw_only=True):
-    """Heard, whatever the answer is."""
+    """Heard, whatever the answer is.
+
+    Example:
+        >>> SessionHeartbeatResponse().type
+        'session_heartbeat'
+    """
 
     type: str = "session_heartbeat"
 
 
 class FinishReason(Record, frozen=True, kw_only=True):
-    """How a session ended."""
+    """How a session ended.
+
+    Example:
+        >>> FinishReason(type="errored").type
+        'errored'
+    """
 
     type: ClientSessionFinishReasonType
 
 
 class FinishSessionRequest(Record, frozen=True, kw_only=True):
-    """Close a session."""
+    """Close a session.
+
+    Example:
+        >>> FinishSessionRequest(reason=FinishReason(type="errored"), detail="out of data").model_dump()
+        {'reason': {'type': 'errored'}, 'detail': 'out of data'}
+    """
 
     SENT_AS_NULL: ClassVar[frozenset[str]] = frozenset({"detail"})
 
@@ -111,11 +156,22 @@ class FinishSessionRequest(Record, frozen=True, kw_only=True):
 
 
 class Empty(Record, frozen=True, kw_only=True):
-    """A message whose arrival says it all."""
+    """A message whose arrival says it all.
+
+    Example:
+        >>> Empty.model_validate({}) == Empty()
+        True
+    """
 
 
 class SupportedModel(Record, frozen=True, kw_only=True):
-    """A base model the server offers."""
+    """A base model the server offers.
+
+    Example:
+        >>> model = SupportedModel(model_name="Qwen/Qwen3-8B", max_context_length=32_768, trainable=True)
+        >>> model.max_context_length
+        32768
+    """
 
     model_name: str | None = None
     max_context_length: int | None = None
@@ -131,7 +187,13 @@ else:
 
 
 class GetServerCapabilitiesResponse(Record, frozen=True, kw_only=True):
-    """What the server offers; models may be listed by their names alone."""
+    """What the server offers; models may be listed by their names alone.
+
+    Example:
+        >>> offer = GetServerCapabilitiesResponse.model_validate({"supported_models": ["tinkex/tiny"]})
+        >>> "tinkex/tiny" in offer.model_names()  # offer = service.get_server_capabilities()
+        True
+    """
 
     supported_models: Models
 
@@ -141,18 +203,34 @@ class GetServerCapabilitiesResponse(Record, frozen=True, kw_only=True):
         settle(self, "supported_models", [SupportedModel.model_validate(model) for model in models])
 
     def model_names(self) -> list[str | None]:
-        """The names of the models, in their order; None for one that has no name."""
+        """The names of the models, in their order; None for one that has no name.
+
+        Example:
+            >>> models = [SupportedModel(model_name="tinkex/tiny"), SupportedModel(model_name="Qwen/Qwen3-8B")]
+            >>> GetServerCapabilitiesResponse(supported_models=models).model_names()
+            ['tinkex/tiny', 'Qwen/Qwen3-8B']
+        """
         return [model.model_name for model in self.supported_models]
 
 
 class HealthResponse(Record, frozen=True, kw_only=True):
-    """The server is up."""
+    """The server is up.
+
+    Example:
+        >>> HealthResponse(status="ok").status
+        'ok'
+    """
 
     status: str
 
 
 class TelemetrySendRequest(Record, frozen=True, kw_only=True):
-    """A batch of client events."""
+    """A batch of client events.
+
+    Example:
+        >>> len(TelemetrySendRequest(events=[{"event": "SESSION_START"}], session_id="session-1").events)
+        1
+    """
 
     events: list[dict[str, Any]]
     platform: str = ""
@@ -162,20 +240,35 @@ class TelemetrySendRequest(Record, frozen=True, kw_only=True):
 
 
 class TelemetryResponse(Record, frozen=True, kw_only=True):
-    """Events were taken."""
+    """Events were taken.
+
+    Example:
+        >>> TelemetryResponse(status="accepted").status
+        'accepted'
+    """
 
     status: Literal["accepted"]
 
 
 class FutureRetrieveRequest(Record, frozen=True, kw_only=True):
-    """Ask for the result of a submitted operation."""
+    """Ask for the result of a submitted operation.
+
+    Example:
+        >>> FutureRetrieveRequest(request_id="request-1").allow_metadata_only
+        False
+    """
 
     request_id: str
     allow_metadata_only: bool = False
 
 
 class RequestErrorCategory(StrEnum):
-    """Whose fault a failed operation is."""
+    """Whose fault a failed operation is.
+
+    Example:
+        >>> RequestErrorCategory("server").is_retryable, RequestErrorCategory("user").is_retryable
+        (True, False)
+    """
 
     Unknown = "unknown"
     Server = "server"
@@ -210,14 +303,26 @@ class RequestErrorCategory(StrEnum):
 
 
 class RequestFailedResponse(Record, frozen=True, kw_only=True):
-    """An operation that failed; final."""
+    """An operation that failed; final.
+
+    Example:
+        >>> failed = RequestFailedResponse.model_validate({"error": "no such loss", "category": "user"})
+        >>> failed.error, failed.category.is_retryable
+        ('no such loss', False)
+    """
 
     error: str
     category: RequestErrorCategory = RequestErrorCategory.Unknown
 
 
 class TryAgainResponse(Record, frozen=True, kw_only=True):
-    """An operation that is still going on; `ValueError` says what is wrong with one that makes no sense."""
+    """An operation that is still going on; `ValueError` says what is wrong with one that makes no sense.
+
+    Example:
+        >>> waiting = TryAgainResponse(request_id="request-1", queue_state="paused_capacity", retry_after_ms=500)
+        >>> waiting.queue_state, waiting.retry_after_ms
+        ('paused_capacity', 500)
+    """
 
     request_id: str
     queue_state: str
@@ -239,13 +344,23 @@ class TryAgainResponse(Record, frozen=True, kw_only=True):
 
 
 class CancelFutureRequest(Record, frozen=True, kw_only=True):
-    """Give a submitted operation up."""
+    """Give a submitted operation up.
+
+    Example:
+        >>> CancelFutureRequest(request_id="request-1").request_id
+        'request-1'
+    """
 
     request_id: str
 
 
 class SamplingSessionFuturesTarget(Record, frozen=True, kw_only=True):
-    """Whose results a batched poll waits for."""
+    """Whose results a batched poll waits for.
+
+    Example:
+        >>> SamplingSessionFuturesTarget(sampling_session_id="sampler-1").type
+        'sampling_session'
+    """
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
@@ -253,7 +368,13 @@ class SamplingSessionFuturesTarget(Record, frozen=True, kw_only=True):
 
 
 class FuturesRetrieveRequest(Record, frozen=True, kw_only=True):
-    """Ask which operations have ended since the last time."""
+    """Ask which operations have ended since the last time.
+
+    Example:
+        >>> target = SamplingSessionFuturesTarget(sampling_session_id="sampler-1")
+        >>> FuturesRetrieveRequest(target=target, prev_cursor=12).prev_cursor
+        12
+    """
 
     target: SamplingSessionFuturesTarget
     prev_cursor: Int64 = 0
@@ -271,7 +392,12 @@ class CompletionMark(Variant):
 
 
 class FutureFinished(Record, CompletionMark, frozen=True, kw_only=True):
-    """An operation whose result is there."""
+    """An operation whose result is there.
+
+    Example:
+        >>> FutureFinished(request_id="request-1").state
+        'finished'
+    """
 
     state: Literal["finished"] = "finished"
     request_id: str
@@ -282,7 +408,12 @@ class FutureFinished(Record, CompletionMark, frozen=True, kw_only=True):
 
 
 class FutureFailed(Record, CompletionMark, frozen=True, kw_only=True):
-    """An operation that failed."""
+    """An operation that failed.
+
+    Example:
+        >>> FutureFailed(request_id="request-1").state
+        'failed'
+    """
 
     state: Literal["failed"] = "failed"
     request_id: str
@@ -295,21 +426,38 @@ FutureCompletion: TypeAlias = FutureFinished | FutureFailed
 
 
 class FuturesRetrieveResponse(Record, frozen=True, kw_only=True):
-    """Operations that have ended, and where to carry on."""
+    """Operations that have ended, and where to carry on.
+
+    Example:
+        >>> told = {"completions": [{"state": "finished", "request_id": "request-1"}], "cursor": 13}
+        >>> answer = FuturesRetrieveResponse.model_validate(told)
+        >>> [done.request_id for done in answer.completions if done.state == "finished"], answer.cursor
+        (['request-1'], 13)
+    """
 
     completions: list[_Completion]
     cursor: int
 
 
 class JoinSamplingSessionRequest(Record, frozen=True, kw_only=True):
-    """Sample beside others from one sampling session."""
+    """Sample beside others from one sampling session.
+
+    Example:
+        >>> JoinSamplingSessionRequest(sampling_session_id="sampler-1").sampling_session_id
+        'sampler-1'
+    """
 
     sampling_session_id: str
     type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
 class JoinSamplingSessionResponse(Record, frozen=True, kw_only=True):
-    """Which of the session's clients this one is."""
+    """Which of the session's clients this one is.
+
+    Example:
+        >>> JoinSamplingSessionResponse(client_counter=2).client_counter
+        2
+    """
 
     type: Literal["join_sampling_session"] = "join_sampling_session"
     client_counter: int
@@ -319,7 +467,13 @@ class JoinSamplingSessionResponse(Record, frozen=True, kw_only=True):
 
 
 class GetSessionResponse(Record, frozen=True, kw_only=True):
-    """What belongs to a session."""
+    """What belongs to a session.
+
+    Example:
+        >>> session = GetSessionResponse(training_run_ids=["run-1"], sampler_ids=["sampler-1"])
+        >>> session.training_run_ids  # session = rest.get_session("session-1").result()
+        ['run-1']
+    """
 
     training_run_ids: list[str]
     sampler_ids: list[str]
@@ -328,19 +482,35 @@ class GetSessionResponse(Record, frozen=True, kw_only=True):
 
 
 class ListSessionsResponse(Record, frozen=True, kw_only=True):
-    """The ids of sessions."""
+    """The ids of sessions.
+
+    Example:
+        >>> ListSessionsResponse(sessions=["session-1", "session-2"]).sessions
+        ['session-1', 'session-2']
+    """
 
     sessions: list[str]
 
 
 class AssignSessionProjectRequest(Record, frozen=True, kw_only=True):
-    """Move a session into a project."""
+    """Move a session into a project.
+
+    Example:
+        >>> AssignSessionProjectRequest(project_id="project-1").project_id
+        'project-1'
+    """
 
     project_id: str
 
 
 class SessionTraceExportResponse(Record, frozen=True, kw_only=True):
-    """How far the export of a session's timeline has come."""
+    """How far the export of a session's timeline has come.
+
+    Example:
+        >>> export = SessionTraceExportResponse(status="ready", url="https://files.example.org/trace.json")
+        >>> export.url if export.status == "ready" else export.error
+        'https://files.example.org/trace.json'
+    """
 
     status: Literal["pending", "ready", "failed"]
     url: str | None = None
@@ -354,19 +524,34 @@ class FinishMark(Variant):
 
 
 class ClientSessionFinishSuccess(Record, FinishMark, frozen=True, kw_only=True):
-    """It went well."""
+    """It went well.
+
+    Example:
+        >>> ClientSessionFinished(reason=ClientSessionFinishSuccess()).reason.type
+        'success'
+    """
 
     type: Literal["success"] = "success"
 
 
 class ClientSessionFinishErrored(Record, FinishMark, frozen=True, kw_only=True):
-    """The program failed."""
+    """The program failed.
+
+    Example:
+        >>> ClientSessionFinished(reason=ClientSessionFinishErrored(), detail="out of data").detail
+        'out of data'
+    """
 
     type: Literal["errored"] = "errored"
 
 
 class ClientSessionFinishInterrupted(Record, FinishMark, frozen=True, kw_only=True):
-    """The program was interrupted."""
+    """The program was interrupted.
+
+    Example:
+        >>> ClientSessionFinished(reason=ClientSessionFinishInterrupted()).reason.type
+        'interrupted'
+    """
 
     type: Literal["interrupted"] = "interrupted"
 
@@ -384,7 +569,12 @@ class FailedReasonMark(Variant):
 
 
 class SessionFailedRequestReason(Record, FailedReasonMark, frozen=True, kw_only=True):
-    """A request."""
+    """A request.
+
+    Example:
+        >>> SessionFailedRequestReason(request_id="request-1", request_type="optim_step").request_type
+        'optim_step'
+    """
 
     type: Literal["request"] = "request"
     request_id: str
@@ -392,14 +582,24 @@ class SessionFailedRequestReason(Record, FailedReasonMark, frozen=True, kw_only=
 
 
 class SessionFailedTrainingRunReason(Record, FailedReasonMark, frozen=True, kw_only=True):
-    """A training run."""
+    """A training run.
+
+    Example:
+        >>> SessionFailedTrainingRunReason(training_run_id="run-1").training_run_id
+        'run-1'
+    """
 
     type: Literal["training_run"] = "training_run"
     training_run_id: str
 
 
 class SessionFailedSamplingSessionReason(Record, FailedReasonMark, frozen=True, kw_only=True):
-    """A sampling session."""
+    """A sampling session.
+
+    Example:
+        >>> SessionFailedSamplingSessionReason(sampling_session_id="sampler-1").sampling_session_id
+        'sampler-1'
+    """
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
@@ -430,20 +630,36 @@ class OwnerMark(Variant):
 
 
 class SessionActive(Record, StatusMark, frozen=True, kw_only=True):
-    """It runs."""
+    """It runs.
+
+    Example:
+        >>> SessionActive().type
+        'active'
+    """
 
     type: Literal["active"] = "active"
 
 
 class SessionCancelled(Record, StatusMark, frozen=True, kw_only=True):
-    """It was cancelled from outside."""
+    """It was cancelled from outside.
+
+    Example:
+        >>> SessionCancelled(detail="by its owner").detail
+        'by its owner'
+    """
 
     type: Literal["cancelled"] = "cancelled"
     detail: str | None = None
 
 
 class ClientSessionFinished(Record, StatusMark, frozen=True, kw_only=True):
-    """Its client said that it was done."""
+    """Its client said that it was done.
+
+    Example:
+        >>> status = ClientSessionFinished.model_validate({"reason": {"type": "errored"}, "detail": "out of data"})
+        >>> status.reason.type, status.detail
+        ('errored', 'out of data')
+    """
 
     type: Literal["client_finished"] = "client_finished"
     reason: _FinishReason
@@ -451,7 +667,13 @@ class ClientSessionFinished(Record, StatusMark, frozen=True, kw_only=True):
 
 
 class SessionFailed(Record, StatusMark, frozen=True, kw_only=True):
-    """It failed."""
+    """It failed.
+
+    Example:
+        >>> reason = SessionFailedTrainingRunReason(training_run_id="run-1")
+        >>> SessionFailed(category="internal", reason=reason, message="the run is corrupted").message
+        'the run is corrupted'
+    """
 
     type: Literal["failed"] = "failed"
     category: Literal["user", "internal"]
@@ -464,19 +686,34 @@ SessionStatus: TypeAlias = SessionFailed | SessionCancelled | ClientSessionFinis
 
 
 class OwnSearchOwner(Record, OwnerMark, frozen=True, kw_only=True):
-    """One's own sessions."""
+    """One's own sessions.
+
+    Example:
+        >>> SessionSearchRequest().owner
+        OwnSearchOwner(type='own')
+    """
 
     type: Literal["own"] = "own"
 
 
 class AccessibleSearchOwner(Record, OwnerMark, frozen=True, kw_only=True):
-    """All sessions that one may see."""
+    """All sessions that one may see.
+
+    Example:
+        >>> SessionSearchRequest(owner=AccessibleSearchOwner()).owner.type
+        'accessible'
+    """
 
     type: Literal["accessible"] = "accessible"
 
 
 class UserSearchOwner(Record, OwnerMark, frozen=True, kw_only=True):
-    """The sessions of one to ten users."""
+    """The sessions of one to ten users.
+
+    Example:
+        >>> SessionSearchRequest(owner=UserSearchOwner(owner_urns=["user:1", "user:2"])).owner.owner_urns
+        ['user:1', 'user:2']
+    """
 
     type: Literal["user"] = "user"
     owner_urns: list[str]
@@ -491,25 +728,46 @@ SearchOwner: TypeAlias = OwnSearchOwner | AccessibleSearchOwner | UserSearchOwne
 
 
 class ActiveSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_only=True):
-    """Sessions that run."""
+    """Sessions that run.
+
+    Example:
+        >>> SessionSearchRequest(statuses=[ActiveSessionStatusQuery()]).statuses[0].type
+        'active'
+    """
 
     type: Literal["active"] = "active"
 
 
 class CancelledSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_only=True):
-    """Sessions that were cancelled from outside."""
+    """Sessions that were cancelled from outside.
+
+    Example:
+        >>> SessionSearchRequest(statuses=[CancelledSessionStatusQuery()]).statuses[0].type
+        'cancelled'
+    """
 
     type: Literal["cancelled"] = "cancelled"
 
 
 class FailedSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_only=True):
-    """Sessions that failed."""
+    """Sessions that failed.
+
+    Example:
+        >>> ended_badly = [FailedSessionStatusQuery(), ClientFinishedSessionStatusQuery(reasons=["errored"])]
+        >>> [status.type for status in SessionSearchRequest(statuses=ended_badly).statuses]
+        ['failed', 'client_finished']
+    """
 
     type: Literal["failed"] = "failed"
 
 
 class ClientFinishedSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_only=True):
-    """Sessions whose client said that it was done, for any of some reasons or for whichever."""
+    """Sessions whose client said that it was done, for any of some reasons or for whichever.
+
+    Example:
+        >>> ClientFinishedSessionStatusQuery(reasons=["errored", "interrupted"]).reasons
+        ['errored', 'interrupted']
+    """
 
     type: Literal["client_finished"] = "client_finished"
     reasons: list[ClientSessionFinishReasonType] | None = None
@@ -526,7 +784,14 @@ SessionStatusQuery: TypeAlias = (
 
 
 class SessionSearchCursor(Record, frozen=True, kw_only=True):
-    """Where the next page of a search begins."""
+    """Where the next page of a search begins.
+
+    Example:
+        >>> created = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
+        >>> cursor = SessionSearchCursor(last_created_at=created, last_session_id="session-9")  # page.next_cursor
+        >>> SessionSearchRequest(cursor=cursor).cursor.last_session_id
+        'session-9'
+    """
 
     last_created_at: dt.datetime
     last_session_id: str
@@ -569,7 +834,15 @@ class SessionSearchRequest(Record, frozen=True, kw_only=True):
 
 
 class SessionSummary(Stamped, frozen=True, kw_only=True):
-    """A session that was found."""
+    """A session that was found.
+
+    Example:
+        >>> fields = {"owner": "user:1", "project_id": "p-1", "checkpoints_count": 3, "status": {"type": "active"}}
+        >>> told = {"session_id": "session-1", "created_at": "2026-01-02T00:00:00Z", **fields}
+        >>> found = SessionSummary.model_validate(told)
+        >>> found.status.type, found.checkpoints_count
+        ('active', 3)
+    """
 
     session_id: str
     created_at: dt.datetime
@@ -583,7 +856,15 @@ class SessionSummary(Stamped, frozen=True, kw_only=True):
 
 
 class SessionSearchResponse(Record, frozen=True, kw_only=True):
-    """A page of sessions."""
+    """A page of sessions.
+
+    Example:
+        >>> fields = {"owner": "user:1", "project_id": "p-1", "checkpoints_count": 3}
+        >>> found = {"session_id": "session-1", "created_at": "2026-01-02T00:00:00Z", **fields}
+        >>> page = SessionSearchResponse.model_validate({"sessions": [found]})
+        >>> [session.session_id for session in page.sessions], page.next_cursor is None
+        (['session-1'], True)
+    """
 
     sessions: list[SessionSummary]
     next_cursor: SessionSearchCursor | None = None

@@ -30,7 +30,13 @@ def as_severity(value: object) -> Severity:
 
 
 class SessionStartEvent(Record, frozen=True, kw_only=True):
-    """A session began."""
+    """A session began.
+
+    Example:
+        >>> now = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
+        >>> SessionStartEvent(event_id="e-1", event_session_index=0, timestamp=now).event
+        'SESSION_START'
+    """
 
     event_id: str
     event_session_index: int
@@ -40,7 +46,13 @@ class SessionStartEvent(Record, frozen=True, kw_only=True):
 
 
 class SessionEndEvent(Record, frozen=True, kw_only=True):
-    """A session ended; its duration is a text like `0:00:03.220668`."""
+    """A session ended; its duration is a text like `0:00:03.220668`.
+
+    Example:
+        >>> now = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
+        >>> SessionEndEvent(event_id="e-9", event_session_index=8, timestamp=now, duration="0:01:30").duration
+        '0:01:30'
+    """
 
     event_id: str
     event_session_index: int
@@ -51,7 +63,13 @@ class SessionEndEvent(Record, frozen=True, kw_only=True):
 
 
 class UnhandledExceptionEvent(Record, frozen=True, kw_only=True):
-    """An exception that nobody caught."""
+    """An exception that nobody caught.
+
+    Example:
+        >>> common = {"event_id": "e-2", "event_session_index": 1, "timestamp": dt.datetime(2026, 1, 2, tzinfo=dt.UTC)}
+        >>> UnhandledExceptionEvent(error_type="KeyError", error_message="'loss'", **common).severity
+        'ERROR'
+    """
 
     event_id: str
     event_session_index: int
@@ -64,7 +82,13 @@ class UnhandledExceptionEvent(Record, frozen=True, kw_only=True):
 
 
 class GenericEvent(Record, frozen=True, kw_only=True):
-    """Anything else, under a name of its own."""
+    """Anything else, under a name of its own.
+
+    Example:
+        >>> common = {"event_id": "e-2", "event_session_index": 1, "timestamp": dt.datetime(2026, 1, 2, tzinfo=dt.UTC)}
+        >>> GenericEvent(event_name="epoch_end", event_data={"loss": 0.31}, **common).event_data
+        {'loss': 0.31}
+    """
 
     event_id: str
     event_session_index: int
@@ -92,7 +116,13 @@ else:
 
 
 def parse_event(value: Any) -> TelemetryEvent | None:
-    """An event from its JSON form; None when its type is not known here."""
+    """An event from its JSON form; None when its type is not known here.
+
+    Example:
+        >>> told = {"event_id": "e-1", "event_session_index": 0, "timestamp": "2026-01-02T00:00:00Z"}
+        >>> type(parse_event({"event": "SESSION_START", **told})).__name__, parse_event({"event": "NEWS", **told})
+        ('SessionStartEvent', None)
+    """
     if isinstance(value, SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent):
         return value
     kind = EVENTS.get(str(value.get("event"))) if isinstance(value, dict) else None
@@ -100,7 +130,14 @@ def parse_event(value: Any) -> TelemetryEvent | None:
 
 
 class TelemetryBatch(Record, frozen=True, kw_only=True):
-    """Events of one session; those of unknown types are dropped when a batch is read."""
+    """Events of one session; those of unknown types are dropped when a batch is read.
+
+    Example:
+        >>> told = {"event_id": "e-1", "event_session_index": 0, "timestamp": "2026-01-02T00:00:00Z"}
+        >>> shared = {"platform": "Linux", "sdk_version": "0.36.0", "session_id": "session-1", "process_uuid": "p"}
+        >>> TelemetryBatch(events=[{"event": "SESSION_START", **told}], **shared).size
+        1
+    """
 
     events: Events
     platform: str
@@ -121,11 +158,23 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
 
         Returns:
             The batch.
+
+        Example:
+            >>> shared = {"platform": "Linux", "sdk_version": "0.36.0", "session_id": "session-1", "process_uuid": "p"}
+            >>> TelemetryBatch.from_list([], **shared).metadata["session_id"]
+            'session-1'
         """
         return cls(events=list(events), **metadata)
 
     def to_list(self) -> list[dict[str, Any]]:
-        """The JSON forms of the events."""
+        """The JSON forms of the events.
+
+        Example:
+            >>> told = {"event_id": "e-1", "event_session_index": 0, "timestamp": "2026-01-02T00:00:00Z"}
+            >>> shared = {"platform": "Linux", "sdk_version": "0.36.0", "session_id": "session-1", "process_uuid": "p"}
+            >>> TelemetryBatch.from_list([{"event": "SESSION_START", **told}], **shared).to_list()[0]["timestamp"]
+            '2026-01-02T00:00:00Z'
+        """
         return [to_builtins(event) for event in self.events]
 
     @property
@@ -139,5 +188,11 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
         return self.model_dump(exclude={"events"})
 
     def to_request(self) -> TelemetrySendRequest:
-        """The request that sends this batch."""
+        """The request that sends this batch.
+
+        Example:
+            >>> shared = {"platform": "Linux", "sdk_version": "0.36.0", "session_id": "session-1", "process_uuid": "p"}
+            >>> TelemetryBatch.from_list([], **shared).to_request().session_id
+            'session-1'
+        """
         return TelemetrySendRequest(events=self.to_list(), **self.metadata)

@@ -43,6 +43,10 @@ def dtype_of(array: Array | np.dtype[Any], *, warn: bool = False) -> TensorDtype
 
     Raises:
         ValueError: It cannot be sent: complex numbers, text, objects.
+
+    Example:
+        >>> dtype_of(np.zeros(3)), dtype_of(np.array([True, False]))
+        ('float32', 'int64')
     """
     dtype = array if isinstance(array, np.dtype) else array.dtype
     if dtype.kind not in "fiub":
@@ -60,6 +64,10 @@ def check_precision_loss(array: Array | np.dtype[Any]) -> tuple[TensorDtype, str
 
     Returns:
         The dtype and the reason, or None.
+
+    Example:
+        >>> check_precision_loss(np.zeros(3)), check_precision_loss(np.zeros(3, dtype=np.float32))
+        (('float32', 'float64 is sent as float32: values keep about seven digits'), None)
     """
     dtype = array if isinstance(array, np.dtype) else array.dtype
     if dtype.kind == "f" and dtype.itemsize > 4:
@@ -223,6 +231,10 @@ class TensorData(Fixed):
 
         Returns:
             The tensor.
+
+        Example:
+            >>> TensorData.from_numpy(np.array([0.5, 1.0]))
+            TensorData([0.5, 1. ], float32, shape=[2])
         """
         dtype = dtype_of(array)
         values = np.ascontiguousarray(array, dtype=DTYPES[dtype]).reshape(-1)
@@ -248,6 +260,11 @@ class TensorData(Fixed):
 
         Returns:
             The tensor, on the CPU.
+
+        Example:
+            >>> import torch
+            >>> TensorData.from_torch(torch.tensor([0.5, 1.0], dtype=torch.bfloat16)).dtype
+            'float32'
         """
         if tensor.requires_grad:
             tensor = tensor.detach()
@@ -267,6 +284,13 @@ class TensorData(Fixed):
 
         Returns:
             The tensor.
+
+        Example:
+            >>> import torch
+            >>> weights = torch.zeros(4, 16)
+            >>> weights[0, 3] = 1.0
+            >>> TensorData.from_torch_sparse(weights)
+            TensorData([1.], float32, shape=[4, 16], sparse)
         """
         tensor = tensor.detach().cpu()
         if tensor.is_floating_point() and tensor.element_size() < 4:
@@ -297,6 +321,10 @@ class TensorData(Fixed):
 
         Raises:
             ValueError: It is ragged, or holds fractions where integers are wanted.
+
+        Example:
+            >>> TensorData.from_any([[1, 2], [3, 4]], "int64").shape
+            [2, 2]
         """
         if isinstance(value, cls):
             return value
@@ -326,6 +354,11 @@ class TensorData(Fixed):
 
         Returns:
             The array; without a copy where the tensor is dense.
+
+        Example:
+            >>> output = {"logprobs": TensorData([-0.5, -0.25], "float32", [2])}  # one of result.loss_fn_outputs
+            >>> float(output["logprobs"].to_numpy().mean())
+            -0.375
         """
         if self._crow is None or self._col is None or self.shape is None:
             return self._values if self.shape is None else self._values.reshape(self.shape)
@@ -342,6 +375,11 @@ class TensorData(Fixed):
 
         Returns:
             The tensor.
+
+        Example:
+            >>> TensorData([1, 2, 3, 4], "int64", [2, 2]).to_torch()
+            tensor([[1, 2],
+                    [3, 4]])
         """
         import torch
 
@@ -355,11 +393,20 @@ class TensorData(Fixed):
 
         Returns:
             The lists.
+
+        Example:
+            >>> TensorData([1, 2, 3, 4], "int64", [2, 2]).tolist()
+            [[1, 2], [3, 4]]
         """
         return cast("list[Any]", self.to_numpy(pad_value).tolist())
 
     def to_wire(self) -> dict[str, Any]:
-        """JSON form."""
+        """JSON form.
+
+        Example:
+            >>> TensorData([1, 2], "int64", [2]).to_wire()
+            {'data': [1, 2], 'dtype': 'int64', 'shape': [2]}
+        """
         wire: dict[str, Any] = {"data": self.data, "dtype": self.dtype}
         if self.shape is not None:
             wire["shape"] = self.shape
@@ -380,6 +427,10 @@ class TensorData(Fixed):
 
         Raises:
             ValueError: Something is missing or not of its kind.
+
+        Example:
+            >>> TensorData.from_wire({"data": [1, 2], "dtype": "int64", "shape": [2]}).tolist()
+            [1, 2]
         """
         if not isinstance(value, dict):
             raise ValueError(f"a tensor must be an object with data and dtype, got {type(value).__name__}")
@@ -412,6 +463,10 @@ class TensorData(Fixed):
 
         Returns:
             The copy.
+
+        Example:
+            >>> TensorData([1, 2, 3, 4], "int64").model_copy(update={"shape": [2, 2]}).tolist()
+            [[1, 2], [3, 4]]
         """
         source = copy.deepcopy(self) if deep else self
         fields = (source._values, source.dtype, source.shape, source._crow, source._col)

@@ -27,7 +27,12 @@ LossFnConfig: TypeAlias = Mapping[str, float | str]
 
 
 class LoraConfig(Record, frozen=True, kw_only=True):
-    """The shape of an adapter: its rank, the seed of its A matrices, and which layers it touches."""
+    """The shape of an adapter: its rank, the seed of its A matrices, and which layers it touches.
+
+    Example:
+        >>> LoraConfig(rank=32, train_unembed=False).model_dump(exclude_defaults=True)
+        {'rank': 32, 'train_unembed': False}
+    """
 
     rank: Int64
     seed: Int64 | None = None
@@ -99,13 +104,23 @@ def _reopen(kind: type[_Open], fields: dict[str, Any]) -> _Open:
 
 
 class OptimizerConfigBase(_Open):
-    """The optimizer a model is created with; kinds this version does not know are passed through unchanged."""
+    """The optimizer a model is created with; kinds this version does not know are passed through unchanged.
+
+    Example:
+        >>> OptimizerConfigBase(type="lion", version=2).to_wire()  # a kind of a later server
+        {'type': 'lion', 'version': 2}
+    """
 
     __slots__ = ()
 
 
 class AdamOptimizerConfig(OptimizerConfigBase):
-    """AdamW with decoupled weight decay, as torch's."""
+    """AdamW with decoupled weight decay, as torch's.
+
+    Example:
+        >>> AdamOptimizerConfig().to_wire()
+        {'type': 'adamw'}
+    """
 
     __slots__ = ()
     KIND = "adamw"
@@ -115,7 +130,13 @@ class AdamOptimizerConfig(OptimizerConfigBase):
 
 
 class DimuonOptimizerConfig(OptimizerConfigBase):
-    """Muon on matrices."""
+    """Muon on matrices.
+
+    Example:
+        >>> config = DimuonOptimizerConfig()  # create_lora_training_client(..., optimizer_config=config)
+        >>> config.to_wire()
+        {'type': 'dimuon', 'version': 1}
+    """
 
     __slots__ = ()
     KIND = "dimuon"
@@ -155,6 +176,13 @@ class AdamParams(Record, frozen=True, kw_only=True):
 
         Raises:
             ValueError: Names the first field that is out of range.
+
+        Example:
+            >>> try:
+            ...     AdamParams(learning_rate=-1e-4).validate()
+            ... except ValueError as error:
+            ...     print(error)
+            learning_rate must be greater than 0, got -0.0001
         """
         for name in self.__struct_fields__:
             number(getattr(self, name), name)
@@ -173,13 +201,24 @@ class AdamParams(Record, frozen=True, kw_only=True):
 
 
 class OptimParamsBase(_Open):
-    """The hyper-parameters of one step of an optimizer other than AdamW; unknown kinds pass through unchanged."""
+    """The hyper-parameters of one step of an optimizer other than AdamW; unknown kinds pass through unchanged.
+
+    Example:
+        >>> OptimParamsBase(type="lion", learning_rate=1e-4).learning_rate  # a kind of a later server
+        0.0001
+    """
 
     __slots__ = ()
 
 
 class DimuonParams(OptimParamsBase):
-    """The hyper-parameters of one Dimuon step; a clip norm of zero means off."""
+    """The hyper-parameters of one Dimuon step; a clip norm of zero means off.
+
+    Example:
+        >>> params = DimuonParams(learning_rate=0.02)  # training.optim_step(params)
+        >>> params.to_wire()
+        {'type': 'dimuon', 'learning_rate': 0.02, 'grad_clip_norm': 0.0, 'beta1': 0.9}
+    """
 
     __slots__ = ()
     KIND = "dimuon"
@@ -213,7 +252,13 @@ OptimParams: TypeAlias = AdamParams | OptimParamsBase
 
 
 class CreateModelRequest(Record, frozen=True, kw_only=True):
-    """Start a training run."""
+    """Start a training run.
+
+    Example:
+        >>> model = {"base_model": "Qwen/Qwen3-8B", "lora_config": LoraConfig(rank=32)}
+        >>> CreateModelRequest(session_id="session-1", model_seq_id=0, **model).lora_config.rank
+        32
+    """
 
     session_id: str
     model_seq_id: Int64
@@ -228,28 +273,48 @@ class CreateModelRequest(Record, frozen=True, kw_only=True):
 
 
 class CreateModelResponse(Record, frozen=True, kw_only=True):
-    """The id of a new training run."""
+    """The id of a new training run.
+
+    Example:
+        >>> CreateModelResponse(model_id="run-1").model_id
+        'run-1'
+    """
 
     model_id: ModelID
     type: Literal["create_model"] = "create_model"
 
 
 class UnloadModelRequest(Record, frozen=True, kw_only=True):
-    """Free what a training run holds on the server."""
+    """Free what a training run holds on the server.
+
+    Example:
+        >>> UnloadModelRequest(model_id="run-1").model_id
+        'run-1'
+    """
 
     model_id: ModelID
     type: Literal["unload_model"] = "unload_model"
 
 
 class UnloadModelResponse(Record, frozen=True, kw_only=True):
-    """The training run that was freed."""
+    """The training run that was freed.
+
+    Example:
+        >>> UnloadModelResponse(model_id="run-1").model_id
+        'run-1'
+    """
 
     model_id: ModelID
     type: Literal["unload_model"] | None = None
 
 
 class ModelData(Record, frozen=True, kw_only=True):
-    """What a model is. A variant in the tokenizer's name, after a colon, is the model's and is cut off."""
+    """What a model is. A variant in the tokenizer's name, after a colon, is the model's and is cut off.
+
+    Example:
+        >>> ModelData(model_name="Qwen/Qwen3-8B", tokenizer_id="Qwen/Qwen3-8B:chat").tokenizer_id
+        'Qwen/Qwen3-8B'
+    """
 
     arch: str | None = None
     model_name: str | None = None
@@ -261,14 +326,26 @@ class ModelData(Record, frozen=True, kw_only=True):
 
 
 class GetInfoRequest(Record, frozen=True, kw_only=True):
-    """Ask about a training run."""
+    """Ask about a training run.
+
+    Example:
+        >>> GetInfoRequest(model_id="run-1").model_id
+        'run-1'
+    """
 
     model_id: ModelID
     type: Literal["get_info"] = "get_info"
 
 
 class GetInfoResponse(Record, frozen=True, kw_only=True):
-    """What a training run trains."""
+    """What a training run trains.
+
+    Example:
+        >>> data = ModelData(model_name="Qwen/Qwen3-8B")
+        >>> info = GetInfoResponse(model_data=data, model_id="run-1", is_lora=True, lora_rank=32)  # training.get_info()
+        >>> info.model_data.model_name, info.lora_rank
+        ('Qwen/Qwen3-8B', 32)
+    """
 
     model_data: ModelData
     model_id: ModelID
@@ -280,7 +357,12 @@ class GetInfoResponse(Record, frozen=True, kw_only=True):
 
 
 class UntypedAPIFuture(Record, frozen=True, kw_only=True):
-    """A receipt: the id under which the result of a submitted operation can be fetched."""
+    """A receipt: the id under which the result of a submitted operation can be fetched.
+
+    Example:
+        >>> UntypedAPIFuture(request_id="request-1", model_id="run-1").request_id
+        'request-1'
+    """
 
     request_id: RequestID
     model_id: ModelID | None = None
@@ -295,7 +377,13 @@ else:
 
 
 class ForwardBackwardInput(Record, frozen=True):
-    """Data and loss of one pass."""
+    """Data and loss of one pass.
+
+    Example:
+        >>> datum = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1.0, 1.0]})
+        >>> ForwardBackwardInput(data=[datum], loss_fn="cross_entropy").loss_fn
+        'cross_entropy'
+    """
 
     data: Data
     loss_fn: str
@@ -314,7 +402,13 @@ def _datum(value: Any, index: int) -> Datum:
 
 
 class ForwardBackwardRequest(Record, frozen=True):
-    """A pass over data: forward only, or with its gradient added to the model's buffer."""
+    """A pass over data: forward only, or with its gradient added to the model's buffer.
+
+    Example:
+        >>> work = ForwardBackwardInput(data=[], loss_fn="cross_entropy")
+        >>> ForwardBackwardRequest(forward_backward_input=work, model_id="run-1", seq_id=3).forward_only
+        False
+    """
 
     forward_backward_input: ForwardBackwardInput
     model_id: ModelID
@@ -323,7 +417,13 @@ class ForwardBackwardRequest(Record, frozen=True):
 
 
 class ForwardRequest(Record, frozen=True):
-    """A forward pass, as clients before 0.25 send it."""
+    """A forward pass, as clients before 0.25 send it.
+
+    Example:
+        >>> work = ForwardBackwardInput(data=[], loss_fn="cross_entropy")
+        >>> ForwardRequest(forward_input=work, model_id="run-1").forward_input.loss_fn
+        'cross_entropy'
+    """
 
     forward_input: ForwardBackwardInput
     model_id: ModelID
@@ -332,7 +432,14 @@ class ForwardRequest(Record, frozen=True):
 
 @dataclasses.dataclass(init=False, repr=False, frozen=True, slots=True)
 class ForwardBackwardOutput(Wired):
-    """One record of tensors per datum, in the order of the data, and metrics named `name:reduction`."""
+    """One record of tensors per datum, in the order of the data, and metrics named `name:reduction`.
+
+    Example:
+        >>> outputs = [{"logprobs": TensorData([-0.5, -0.25], "float32")}]
+        >>> result = ForwardBackwardOutput("logprobs", outputs, {"loss:sum": 0.75, "tokens:sum": 2.0})
+        >>> result.metrics["loss:sum"] / result.metrics["tokens:sum"], result.loss_fn_outputs[0]["logprobs"].tolist()
+        (0.375, [-0.5, -0.25])
+    """
 
     FIELDS: ClassVar[tuple[str, ...]] = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
 
@@ -356,7 +463,12 @@ class ForwardBackwardOutput(Wired):
         return self.metrics.get("loss", self.metrics.get("loss:sum"))
 
     def to_wire(self) -> dict[str, Any]:
-        """JSON form, as older dialects use it."""
+        """JSON form, as older dialects use it.
+
+        Example:
+            >>> ForwardBackwardOutput("logprobs", [], {"loss:sum": 0.75}).to_wire()
+            {'loss_fn_output_type': 'logprobs', 'loss_fn_outputs': [], 'metrics': {'loss:sum': 0.75}}
+        """
         return {
             "loss_fn_output_type": self.loss_fn_output_type,
             "loss_fn_outputs": [
@@ -377,6 +489,11 @@ class ForwardBackwardOutput(Wired):
 
         Raises:
             ValueError: Something is missing or not of its kind.
+
+        Example:
+            >>> outputs = [{"logprobs": {"data": [-0.5], "dtype": "float32"}}]
+            >>> ForwardBackwardOutput.from_wire({"loss_fn_outputs": outputs, "metrics": {"loss:sum": 0.5}}).loss
+            0.5
         """
         if not isinstance(value, Mapping) or not isinstance(value.get("loss_fn_outputs"), list):
             raise ValueError("a forward_backward result must be an object with loss_fn_outputs")
@@ -399,7 +516,12 @@ FIRST_METRICS = ("loss:sum", "tokens:sum")
 
 
 def in_order(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics in the order that both dialects give them in: the loss, the tokens, the others by name."""
+    """Metrics in the order that both dialects give them in: the loss, the tokens, the others by name.
+
+    Example:
+        >>> in_order({"clipped:mean": 0.1, "tokens:sum": 8.0, "loss:sum": 2.0})
+        {'loss:sum': 2.0, 'tokens:sum': 8.0, 'clipped:mean': 0.1}
+    """
     first = [name for name in FIRST_METRICS if name in metrics]
     return {name: metrics[name] for name in (*first, *sorted(metrics.keys() - set(first)))}
 
@@ -420,6 +542,11 @@ class OptimStepRequest(Record, frozen=True, kw_only=True):
 
     The parameters may be given under any of three names, once. Afterwards `optim_params` has them; they are sent as
     `adam_params` when they are AdamW's, else as `optimizer_params`, and the other of the two is None.
+
+    Example:
+        >>> request = OptimStepRequest(model_id="run-1", optim_params=AdamParams(learning_rate=1e-3))
+        >>> request.adam_params.learning_rate, request.optimizer_params is None
+        (0.001, True)
     """
 
     NOT_SENT: ClassVar[frozenset[str]] = frozenset({"optim_params"})
@@ -448,6 +575,10 @@ class OptimStepRequest(Record, frozen=True, kw_only=True):
 
         Returns:
             The dictionary.
+
+        Example:
+            >>> sorted(OptimStepRequest(model_id="run-1", optim_params=DimuonParams(learning_rate=0.02)).model_dump())
+            ['model_id', 'optimizer_params', 'seq_id', 'type']
         """
         dumped = super().model_dump(**options)
         return {name: value for name, value in dumped.items() if value is not None or name not in _PARAMS}
@@ -461,6 +592,11 @@ class OptimStepRequest(Record, frozen=True, kw_only=True):
 
         Returns:
             The copy.
+
+        Example:
+            >>> request = OptimStepRequest(model_id="run-1", optim_params=AdamParams())
+            >>> request.model_copy(update={"optim_params": DimuonParams(learning_rate=0.02)}).adam_params is None
+            True
         """
         update = dict(update or {})
         if not update.keys().isdisjoint(_PARAMS):
@@ -480,7 +616,13 @@ def _optim_params(value: Any) -> OptimParams:
 
 
 class OptimStepResponse(Record, frozen=True, kw_only=True):
-    """What the step did."""
+    """What the step did.
+
+    Example:
+        >>> step = OptimStepResponse(metrics={"grad_norm": 0.4})  # training.optim_step(AdamParams()).result()
+        >>> step.success, (step.metrics or {}).get("grad_norm")
+        (True, 0.4)
+    """
 
     metrics: dict[str, float] | None = None
 
