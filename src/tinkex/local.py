@@ -366,15 +366,8 @@ class LocalBackend:
         self._users = 0
         _named[self.base_url] = self
 
-    async def exchange(self) -> AsgiExchange:
-        """The running application, started by whoever asks first.
-
-        Returns:
-            What requests go through.
-
-        Raises:
-            ConfigurationError: The backend is closed, or its data directory cannot be used.
-        """
+    async def _opened(self) -> AsgiExchange:
+        """The running application, started by whoever asks first; on tinkex's loop, as all that is asked of it."""
         if self._exchange is not None:
             return self._exchange
         async with self._opening:
@@ -400,7 +393,10 @@ class LocalBackend:
             raise unusable(self.data_dir, error) from error
 
     async def aclose(self) -> None:
-        """Stop; what was saved stays."""
+        """Like `close`, in any event loop."""
+        await start(self._closing())
+
+    async def _closing(self) -> None:
         _named.pop(self.base_url, None)
         async with self._opening:
             self._closed = True
@@ -410,7 +406,7 @@ class LocalBackend:
 
     def close(self) -> None:
         """Stop; what was saved stays."""
-        start(self.aclose()).result()
+        start(self._closing()).result()
 
     def __enter__(self) -> Self:
         return self
@@ -438,7 +434,7 @@ class _Lease:
         timeout: float,
         traffic: Traffic = "rest",
     ) -> Reply:
-        exchange = await self._backend.exchange()
+        exchange = await self._backend._opened()
         return await exchange.send(method, path, headers, body, timeout, traffic)
 
     @contextlib.asynccontextmanager
@@ -451,7 +447,7 @@ class _Lease:
         timeout: float,
         traffic: Traffic = "rest",
     ) -> AsyncIterator[StreamReply]:
-        exchange = await self._backend.exchange()
+        exchange = await self._backend._opened()
         async with exchange.stream(method, path, headers, body, timeout, traffic) as reply:
             yield reply
 
@@ -461,7 +457,7 @@ class _Lease:
         self._closed = True
         if self._shared and _release(self._backend):
             with contextlib.suppress(Exception):
-                await self._backend.aclose()
+                await self._backend._closing()
 
 
 _lock = threading.Lock()
