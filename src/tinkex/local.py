@@ -40,6 +40,12 @@ def default_data_dir() -> Path:
 
     Returns:
         The directory, which need not be there yet.
+
+    Example:
+        >>> import os
+        >>> os.environ["TINKEX_DATA_DIR"] = "/data/tinkex"
+        >>> default_data_dir()
+        PosixPath('/data/tinkex')
     """
     if path := os.environ.get("TINKEX_DATA_DIR"):
         return Path(path).expanduser()
@@ -59,6 +65,10 @@ def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
 
     Raises:
         EngineError: One is neither a directory nor on the hub.
+
+    Example:
+        >>> resolve_models({"tinkex/tiny": ""})
+        {'tinkex/tiny': PosixPath('.../models/tiny')}
     """
     if not models:
         return {DEFAULT_MODEL: BUNDLED[DEFAULT_MODEL]}
@@ -95,6 +105,10 @@ def pick_device(device: Device) -> Literal["cpu", "cuda"]:
 
     Raises:
         ConfigurationError: The `local` extra is not installed, or there is no such device.
+
+    Example:
+        >>> pick_device("cpu")
+        'cpu'
     """
     require_packages()
     from tinkex.engine.openmp import calm_openmp
@@ -126,6 +140,10 @@ def make_engine(
 
     Raises:
         ConfigurationError: The `local` extra is not installed, or there is no such device.
+
+    Example:
+        >>> [model.name for model in make_engine({"tinkex/tiny": ""}).models()]
+        ['tinkex/tiny']
     """
     picked = pick_device(device)
     import torch
@@ -341,8 +359,10 @@ class LocalBackend:
         app_options: Further options of `tinkex.server.app.create_app`, e.g. `limits`.
 
     Example:
-        >>> with LocalBackend(data_dir="/tmp/tinkex") as backend:  # doctest: +SKIP
-        ...     service = ServiceClient(base_url=backend.base_url)
+        >>> with LocalBackend(data_dir="tinkex-data") as backend:
+        ...     with ServiceClient(base_url=backend.base_url) as service:
+        ...         service.get_server_capabilities()
+        GetServerCapabilitiesResponse(supported_models=[SupportedModel(model_name='tinkex/tiny', ...)])
     """
 
     _numbers = itertools.count(1)
@@ -405,7 +425,12 @@ class LocalBackend:
                 await exchange.close()
 
     def close(self) -> None:
-        """Stop; what was saved stays."""
+        """Stop; what was saved stays.
+
+        Example:
+            >>> backend = LocalBackend(data_dir="tinkex-data")
+            >>> backend.close()
+        """
         start(self._closing()).result()
 
     def __enter__(self) -> Self:
