@@ -124,24 +124,6 @@ WITH_SECTIONS = [
 ]
 """What is held to the whole rule: arguments, what it gives and what it raises."""
 
-CLIENTS = [
-    "tinkex:AdminClient",
-    "tinkex:APIResponse",
-    "tinkex:Config",
-    "tinkex:Future",
-    "tinkex:HttpClient",
-    "tinkex:LocalBackend",
-    "tinkex:RecoveryPolicy",
-    "tinkex:RestClient",
-    "tinkex:SamplingClient",
-    "tinkex:ServiceClient",
-    "tinkex:TrainingClient",
-    "tinkex:TrainingPlatform",
-    "tinkex.recovery:Executor",
-    "tinkex.recovery:Monitor",
-]
-"""The classes whose methods programs call: each of those has an example of its own, unless it is another's twin."""
-
 NOT_YET = re.compile(
     r"tinkex\.(errors|events|loss_graphs|metrics|regularizers|retries|telemetry|tokenizers|transforms|types)\b"
 )
@@ -292,26 +274,38 @@ MODEL = "tinkex/tiny"
 ROOT = Path(__file__).parent.parent
 
 
-def without_example(label: str) -> Iterator[str]:
-    """What should have an example under a label and has none: the class or function itself, the methods of a client.
+def is_ours(value: Any) -> bool:
+    """Whether something is a class or function of the package; an alias, a constant or a module has no docstring."""
+    return (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__.startswith("tinkex")
 
-    What is no class or function of ours (an alias, a constant, a module, `str` under another name) has no docstring
-    of its own, and so needs no example.
-    """
+
+def methods(kind: type[Any]) -> Iterator[tuple[str, Any]]:
+    """The public methods that a class has of its own or of a private base, and that no public base tells of."""
+    bases = [base for base in kind.__mro__[1:] if is_ours(base)]
+    told = [base for base in bases if not base.__name__.startswith("_")]
+    if kind.__name__.endswith("Platform") and kind is not tinkex.TrainingPlatform:
+        told.append(tinkex.TrainingPlatform)  # which they keep without deriving from it
+    for home in [kind, *(base for base in bases if base not in told)]:
+        for name, item in members(home):
+            if inspect.isfunction(item) and not any(name in vars(base) for base in told):
+                yield name, item
+
+
+def without_example(label: str) -> Iterator[str]:
+    """What should have an example under a label and has none: a class and its methods, or a function."""
     value = resolve(label)
-    if not (inspect.isclass(value) or inspect.isfunction(value)) or not value.__module__.startswith("tinkex"):
+    if not is_ours(value):
         return
     told = {label: value}
-    if label in CLIENTS and inspect.isclass(value):
-        homes = [home for home in value.__mro__ if home is value or home.__name__.startswith("_")]
-        told |= {f"{label}.{name}": item for home in homes for name, item in members(home) if inspect.isfunction(item)}
+    if inspect.isclass(value):
+        told |= {f"{label}.{name}": item for name, item in methods(value)}
     for name, item in told.items():
         text = item.__doc__ or ""
         if not is_twin(text) and ">>>" not in sections(text).get("Example", ""):
             yield name
 
 
-@pytest.mark.parametrize("label", sorted({*WITH_SECTIONS, *CLIENTS}))
+@pytest.mark.parametrize("label", sorted(set(WITH_SECTIONS)))
 def test_what_programs_call_is_shown_in_an_example(label: str) -> None:
     if NOT_YET.match(getattr(resolve(label), "__module__", None) or ""):
         return
@@ -319,7 +313,11 @@ def test_what_programs_call_is_shown_in_an_example(label: str) -> None:
 
 
 def test_the_rule_finds_what_has_no_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Clients:
+    class _Base:
+        def inherited(self) -> None:
+            """Has none."""
+
+    class Silent(_Base, tinkex.RetryConfig):
         """Has none.
 
         Returns:
@@ -330,7 +328,7 @@ def test_the_rule_finds_what_has_no_example(monkeypatch: pytest.MonkeyPatch) -> 
             """Has one.
 
             Example:
-                >>> Clients().shown()
+                >>> Silent().shown()
             """
 
         def silent(self) -> None:
@@ -339,20 +337,23 @@ def test_the_rule_finds_what_has_no_example(monkeypatch: pytest.MonkeyPatch) -> 
         def shown_async(self) -> None:
             """Like `shown`."""
 
+        def delay(self, attempt: int, jitter: float | None = None) -> float:
+            """Is told of by the base."""
+            return 0.0
+
         @property
         def fact(self) -> str:
             """Needs none."""
             return ""
 
-    Clients.__module__ = "tinkex.service"
-    for name, value in (("Clients", Clients), ("silent", Clients.silent), ("NAME", "tinkex")):
+    for item in (Silent, _Base, Silent.silent):
+        monkeypatch.setattr(item, "__module__", "tinkex.service")
+    for name, value in (("Silent", Silent), ("silent", Silent.silent), ("NAME", "tinkex")):
         monkeypatch.setattr(tinkex, name, value, raising=False)
-    monkeypatch.setattr(Clients.silent, "__module__", "tinkex.service")
-    assert list(without_example("tinkex:Clients")) == ["tinkex:Clients"]
+    found = list(without_example("tinkex:Silent"))
+    assert found == ["tinkex:Silent", "tinkex:Silent.silent", "tinkex:Silent.inherited"]
     assert list(without_example("tinkex:silent")) == ["tinkex:silent"]
     assert list(without_example("tinkex:NAME")) == []
-    monkeypatch.setattr(f"{__name__}.CLIENTS", ["tinkex:Clients"])
-    assert list(without_example("tinkex:Clients")) == ["tinkex:Clients", "tinkex:Clients.silent"]
 
 
 def sources() -> dict[str, str]:
