@@ -164,6 +164,20 @@ def test_closing_a_backend_ends_what_waits(tmp_path: Path) -> None:
     service.close().result(10)
 
 
+def test_a_backend_is_closed_from_any_event_loop(tmp_path: Path) -> None:
+    backend = LocalBackend(engine=FakeEngine(), data_dir=tmp_path)
+
+    async def use() -> None:
+        service = ServiceClient(base_url=backend.base_url)
+        await service.get_server_capabilities_async()
+        await service.close()
+        await backend.aclose()
+
+    asyncio.run(use())
+    with pytest.raises(tinkex.ConfigurationError, match=backend.base_url):
+        ServiceClient(base_url=backend.base_url)
+
+
 def test_a_backend_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "file") as backend:

@@ -8,16 +8,36 @@ from tinkex.service import ServiceClient
 
 
 def get_tinker_token() -> str | None:
-    """The key of the environment, else the stored one; the credential command is not run."""
+    """The key of the environment, else the stored one; the credential command is not run.
+
+    Example:
+        >>> import os
+        >>> os.environ["TINKER_API_KEY"] = "tml-1234"
+        >>> get_tinker_token()
+        'tml-1234'
+    """
     return environment.text("TINKER_API_KEY") or stored_key()
 
 
 def tinker_has_credentials() -> bool:
-    """Whether there is a credential of any kind; the command counts without being run."""
+    """Whether there is a credential of any kind; the command counts without being run.
+
+    Example:
+        >>> import os
+        >>> os.environ["TINKER_API_KEY"] = "tml-1234"
+        >>> tinker_has_credentials()
+        True
+    """
     return get_tinker_token() is not None or environment.text("TINKER_CREDENTIAL_CMD") is not None
 
 
 def raise_if_tinker_not_accessible() -> None:
-    """Ask the server what it offers; raises the error that stands in the way, if there is one."""
+    """Ask the server what it offers; raises the error that stands in the way, if there is one.
+
+    Example:
+        >>> import os
+        >>> os.environ["TINKER_BASE_URL"] = "local"
+        >>> raise_if_tinker_not_accessible()
+    """
     with ServiceClient() as service:
         service.get_server_capabilities()

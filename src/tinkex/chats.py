@@ -48,8 +48,9 @@ class ChatFormat:
         tokenizer: What `get_tokenizer` of a client gives, or any object with `encode` and `decode`.
 
     Example:
-        >>> chat = ChatFormat(sampler.get_tokenizer())  # doctest: +SKIP
-        >>> chat.prompt([{"role": "user", "content": "Hello"}])  # doctest: +SKIP
+        >>> chat = ChatFormat(sampler.get_tokenizer())
+        >>> chat.decode(chat.prompt([{"role": "user", "content": "Hello"}]))
+        '...Hello...'
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -212,10 +213,10 @@ class AnswerText:
     """The text of an answer while its tokens come: never half a character, and nothing of what ends it.
 
     Example:
-        >>> text = AnswerText(chat)  # doctest: +SKIP
-        >>> for chunk in stream:  # doctest: +SKIP
-        ...     print(text.add(chunk.token_id), end="")
-        >>> print(text.end())  # doctest: +SKIP
+        >>> answer = AnswerText(ChatFormat(tokenizer))
+        >>> stream = sampler.sample_stream(prompt, SamplingParams(max_tokens=2, temperature=0))
+        >>> "".join(answer.add(chunk.token_id) for chunk in stream if chunk.token_id is not None) + answer.end()
+        '46'
     """
 
     def __init__(self, chat: ChatFormat, *, stop_texts: bool = True) -> None:

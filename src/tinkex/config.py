@@ -52,6 +52,10 @@ def is_embedded(base_url: str) -> bool:
 
     Returns:
         True for `local` and what begins with `local:`.
+
+    Example:
+        >>> is_embedded("local"), is_embedded("http://127.0.0.1:8000")
+        (True, False)
     """
     return base_url == LOCAL or base_url.startswith(f"{LOCAL}:")
 
@@ -64,6 +68,10 @@ def is_address(base_url: str) -> bool:
 
     Returns:
         Whether it has all of that.
+
+    Example:
+        >>> is_address("https://tinker.example.org"), is_address("tinker.example.org")
+        (True, False)
     """
     try:
         parts = urlsplit(base_url)
@@ -82,6 +90,10 @@ def is_open_address(base_url: str) -> bool:
 
     Returns:
         True for embedded backends and loopback.
+
+    Example:
+        >>> is_open_address("http://127.0.0.1:8000"), is_open_address("https://tinker.example.org")
+        (True, False)
     """
     return is_embedded(base_url) or (is_address(base_url) and urlsplit(base_url).hostname in LOOPBACK)
 
@@ -134,6 +146,11 @@ class Config:
 
     A base URL other than the `configure()`d one costs nothing, and so is not warned of: every client has connections
     of its own, by `pool_sizes`.
+
+    Example:
+        >>> config = Config(base_url="local", timeout=30.0, max_retries=2)
+        >>> with ServiceClient(config=config) as service:
+        ...     client = service.create_lora_training_client("tinkex/tiny")
     """
 
     base_url: str
@@ -296,6 +313,12 @@ class Config:
 
         Raises:
             ConfigurationError: There is no such callable, or what it makes lacks a method.
+
+        Example:
+            >>> from tinkex.transport import HttpExchange
+            >>> counting = lambda config: HttpExchange(config.base_url)  # or what derives from it
+            >>> Config(base_url="http://127.0.0.1:8000", http_client=counting).make_http_client()
+            <tinkex.transport.HttpExchange object at ...>
         """
         factory: Any = self.http_client
         if isinstance(factory, str):
@@ -371,6 +394,9 @@ def maybe_set_level(level: str | None) -> None:
 
     Raises:
         ValueError: There is no such level.
+
+    Example:
+        >>> maybe_set_level("info")
     """
     if level is None:
         return

@@ -46,6 +46,13 @@ class DownloadError(TinkerError):
     """A checkpoint did not arrive; `reason` says why in one word.
 
     Reasons: invalid_path, exists, download_failed, extraction_failed.
+
+    Example:
+        >>> try:
+        ...     download(rest, "tinker://run-1")
+        ... except DownloadError as error:
+        ...     print(error.reason)
+        invalid_path
     """
 
     reason: str
@@ -97,8 +104,8 @@ def download(
         APIStatusError: The server has no such checkpoint.
 
     Example:
-        >>> download(RestClient(), "tinker://run-1/weights/0001", "models").destination  # doctest: +SKIP
-        PosixPath('models/run-1_weights_0001')
+        >>> download(rest, path, "models").destination
+        PosixPath('.../models/..._weights_step-100')
     """
     work = _Download(rest_client, tinker_path, output_dir, force, progress, resume, limits, max_retries, retry_delay)
     return start(work.run()).result()

@@ -61,7 +61,9 @@ class Future(concurrent.futures.Future[T], Generic[T]):
     cancels the work; `cancel()` does. It is a `concurrent.futures.Future`, so `wait` and `as_completed` take it too.
 
     Example:
-        >>> loss = client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]  # doctest: +SKIP
+        >>> future = client.forward(data, "cross_entropy")
+        >>> future.result(timeout=60).metrics["loss:sum"]
+        10.6...
     """
 
     def __init__(self, future: concurrent.futures.Future[T] | None = None) -> None:
@@ -85,6 +87,10 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             TimeoutError: There is no outcome yet; the work goes on.
             TinkerError: The call failed: see `tinkex.errors`.
             RuntimeError: Called on tinkex's own thread, which would wait for itself.
+
+        Example:
+            >>> client.forward(data, "cross_entropy").result(timeout=60).metrics["loss:sum"]
+            10.6...
         """
         self._check_thread()
         try:
@@ -111,6 +117,10 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 
         Returns:
             The error, or None when the call succeeded.
+
+        Example:
+            >>> client.forward(data, "cross_entropy").exception() is None
+            True
         """
         self._check_thread()
         return super().exception(timeout)
@@ -120,6 +130,10 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 
         Returns:
             Whether it was given up.
+
+        Example:
+            >>> sampler.sample(prompt, 1, SamplingParams(max_tokens=500)).cancel()
+            True
         """
         if self.cancelled():
             return True
@@ -162,6 +176,14 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 
         Raises:
             TimeoutError: There is no outcome yet; the work goes on.
+
+        Example:
+            >>> import asyncio
+            >>> async def main() -> float:
+            ...     result = await client.forward(data, "cross_entropy").result_async(timeout=60)
+            ...     return result.metrics["loss:sum"]
+            >>> asyncio.run(main())
+            10.6...
         """
         if timeout is None:
             return await self._wait()
@@ -174,7 +196,14 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         return self
 
     def future(self) -> concurrent.futures.Future[T]:
-        """This future, as the plain concurrent one that it is."""
+        """This future, as the plain concurrent one that it is.
+
+        Example:
+            >>> import concurrent.futures
+            >>> futures = [client.forward(data, "cross_entropy").future() for _ in range(2)]
+            >>> [future.result().metrics["loss:sum"] for future in concurrent.futures.as_completed(futures)]
+            [10.6..., 10.6...]
+        """
         return self
 
 
@@ -534,7 +563,9 @@ def await_many(
         A result or an error for each.
 
     Example:
-        >>> results = await_many([sampler.sample(prompt, 1, params) for prompt in prompts])  # doctest: +SKIP
+        >>> params = SamplingParams(max_tokens=8)
+        >>> await_many([sampler.sample(prompt, 1, params) for _ in range(2)])
+        [SampleResponse(...), SampleResponse(...)]
     """
     outcomes: list[T | BaseException] = []
     for future in futures:
@@ -554,6 +585,13 @@ async def await_many_async(futures: Iterable[Awaitable[T]], timeout: float | Non
 
     Returns:
         A result or an error for each.
+
+    Example:
+        >>> import asyncio
+        >>> async def main() -> list[SampleResponse | BaseException]:
+        ...     return await await_many_async([sampler.sample(prompt, 1, SamplingParams(max_tokens=8))])
+        >>> asyncio.run(main())
+        [SampleResponse(...)]
     """
 
     async def outcome(future: Awaitable[T]) -> T:

@@ -59,7 +59,13 @@ class Timeout:
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a single request may ask for."""
+    """What a single request may ask for.
+
+    Example:
+        >>> options: RequestOptions = {"timeout": 5.0, "max_retries": 1}
+        >>> http.get("healthz", **options).result()
+        {'status': 'ok'}
+    """
 
     headers: Mapping[str, str]
     """Extra headers; they win over the configured ones."""
@@ -91,7 +97,7 @@ class HttpClient:
     Every method returns a `Future` of the decoded answer, or of an `APIResponse` with `response="wrapped"`.
 
     Example:
-        >>> with HttpClient(base_url="local") as http:  # doctest: +SKIP
+        >>> with HttpClient(base_url="local") as http:
         ...     http.get("healthz").result()
         {'status': 'ok'}
     """
@@ -123,6 +129,10 @@ class HttpClient:
 
         Returns:
             A future of the decoded answer; of an `APIResponse` where that is asked for.
+
+        Example:
+            >>> http.get("training_runs", params={"limit": 5}).result()
+            {'training_runs': [...], ...}
         """
         return self._start("GET", path, None, options)
 
@@ -136,6 +146,10 @@ class HttpClient:
 
         Returns:
             A future of the decoded answer; of an `APIResponse` where that is asked for.
+
+        Example:
+            >>> http.post("weights_info", {"tinker_path": path}).result()
+            {'base_model': 'tinkex/tiny', ...}
         """
         return self._start("POST", path, body, options)
 
@@ -149,6 +163,12 @@ class HttpClient:
 
         Returns:
             A future of the decoded answer; of an `APIResponse` where that is asked for.
+
+        Example:
+            >>> checkpoint = f"training_runs/{client.model_id}/checkpoints/weights/step-100"
+            >>> saved = client.save_state("step-100").result()
+            >>> http.put(f"{checkpoint}/ttl", {"ttl_seconds": 3600}).result()
+            {}
         """
         return self._start("PUT", path, body, options)
 
@@ -161,6 +181,11 @@ class HttpClient:
 
         Returns:
             A future of the decoded answer; of an `APIResponse` where that is asked for.
+
+        Example:
+            >>> saved = client.save_state("step-100").result()
+            >>> http.delete(f"training_runs/{client.model_id}/checkpoints/weights/step-100").result()
+            {}
         """
         return self._start("DELETE", path, None, options)
 
@@ -188,6 +213,10 @@ class HttpClient:
 
         Raises:
             ValueError: `event_parser` is none of these.
+
+        Example:
+            >>> for event in http.stream_get("/events", timeout=60):  # doctest: +SKIP
+            ...     print(event)
         """
         if event_parser not in ("json", "raw") and not callable(event_parser):
             raise ValueError(f'event_parser must be "json", "raw" or a function, got {event_parser!r}')
@@ -197,7 +226,12 @@ class HttpClient:
         return stream
 
     def close(self) -> Future[None]:
-        """Release the connections."""
+        """Release the connections.
+
+        Example:
+            >>> http = HttpClient(base_url="local")
+            >>> http.close().result()
+        """
         return start(self._transport.close())
 
     def __enter__(self) -> Self:

@@ -57,6 +57,10 @@ def push_checkpoint_adapter(rest_client: RestClient, tinker_path: str, **options
 
     Returns:
         Where it is now.
+
+    Example:
+        >>> push_checkpoint_adapter(rest, path, repo_id="me/adder", public=True)
+        Pushed(repo_id='me/adder', revision='main', public=True)
     """
     return start(push_checkpoint_adapter_async(rest_client, tinker_path, **options)).result()
 
@@ -103,6 +107,11 @@ async def push_checkpoint_adapter_async(
         HubError: The path, the token or the files are not as they should be, or the repository is another's.
         APIConnectionError: The hub cannot be reached, or was silent for too long.
         RequestFailedError: The hub did not do it.
+
+    Example:
+        >>> import asyncio
+        >>> asyncio.run(push_checkpoint_adapter_async(rest, path, repo_id="me/adder-2"))
+        Pushed(repo_id='me/adder-2', revision='main', public=False)
     """
     try:
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)

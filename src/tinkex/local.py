@@ -40,6 +40,12 @@ def default_data_dir() -> Path:
 
     Returns:
         The directory, which need not be there yet.
+
+    Example:
+        >>> import os
+        >>> os.environ["TINKEX_DATA_DIR"] = "/data/tinkex"
+        >>> default_data_dir()
+        PosixPath('/data/tinkex')
     """
     if path := os.environ.get("TINKEX_DATA_DIR"):
         return Path(path).expanduser()
@@ -59,6 +65,10 @@ def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
 
     Raises:
         EngineError: One is neither a directory nor on the hub.
+
+    Example:
+        >>> resolve_models({"tinkex/tiny": ""})
+        {'tinkex/tiny': PosixPath('.../models/tiny')}
     """
     if not models:
         return {DEFAULT_MODEL: BUNDLED[DEFAULT_MODEL]}
@@ -95,6 +105,10 @@ def pick_device(device: Device) -> Literal["cpu", "cuda"]:
 
     Raises:
         ConfigurationError: The `local` extra is not installed, or there is no such device.
+
+    Example:
+        >>> pick_device("cpu")
+        'cpu'
     """
     require_packages()
     from tinkex.engine.openmp import calm_openmp
@@ -126,6 +140,10 @@ def make_engine(
 
     Raises:
         ConfigurationError: The `local` extra is not installed, or there is no such device.
+
+    Example:
+        >>> [model.name for model in make_engine({"tinkex/tiny": ""}).models()]
+        ['tinkex/tiny']
     """
     picked = pick_device(device)
     import torch
@@ -341,8 +359,10 @@ class LocalBackend:
         app_options: Further options of `tinkex.server.app.create_app`, e.g. `limits`.
 
     Example:
-        >>> with LocalBackend(data_dir="/tmp/tinkex") as backend:  # doctest: +SKIP
-        ...     service = ServiceClient(base_url=backend.base_url)
+        >>> with LocalBackend(data_dir="tinkex-data") as backend:
+        ...     with ServiceClient(base_url=backend.base_url) as service:
+        ...         service.get_server_capabilities()
+        GetServerCapabilitiesResponse(supported_models=[SupportedModel(model_name='tinkex/tiny', ...)])
     """
 
     _numbers = itertools.count(1)
@@ -366,15 +386,8 @@ class LocalBackend:
         self._users = 0
         _named[self.base_url] = self
 
-    async def exchange(self) -> AsgiExchange:
-        """The running application, started by whoever asks first.
-
-        Returns:
-            What requests go through.
-
-        Raises:
-            ConfigurationError: The backend is closed, or its data directory cannot be used.
-        """
+    async def _opened(self) -> AsgiExchange:
+        """The running application, started by whoever asks first; on tinkex's loop, as all that is asked of it."""
         if self._exchange is not None:
             return self._exchange
         async with self._opening:
@@ -400,7 +413,10 @@ class LocalBackend:
             raise unusable(self.data_dir, error) from error
 
     async def aclose(self) -> None:
-        """Stop; what was saved stays."""
+        """Like `close`, in any event loop."""
+        await start(self._closing())
+
+    async def _closing(self) -> None:
         _named.pop(self.base_url, None)
         async with self._opening:
             self._closed = True
@@ -409,8 +425,13 @@ class LocalBackend:
                 await exchange.close()
 
     def close(self) -> None:
-        """Stop; what was saved stays."""
-        start(self.aclose()).result()
+        """Stop; what was saved stays.
+
+        Example:
+            >>> backend = LocalBackend(data_dir="tinkex-data")
+            >>> backend.close()
+        """
+        start(self._closing()).result()
 
     def __enter__(self) -> Self:
         return self
@@ -438,7 +459,7 @@ class _Lease:
         timeout: float,
         traffic: Traffic = "rest",
     ) -> Reply:
-        exchange = await self._backend.exchange()
+        exchange = await self._backend._opened()
         return await exchange.send(method, path, headers, body, timeout, traffic)
 
     @contextlib.asynccontextmanager
@@ -451,7 +472,7 @@ class _Lease:
         timeout: float,
         traffic: Traffic = "rest",
     ) -> AsyncIterator[StreamReply]:
-        exchange = await self._backend.exchange()
+        exchange = await self._backend._opened()
         async with exchange.stream(method, path, headers, body, timeout, traffic) as reply:
             yield reply
 
@@ -461,7 +482,7 @@ class _Lease:
         self._closed = True
         if self._shared and _release(self._backend):
             with contextlib.suppress(Exception):
-                await self._backend.aclose()
+                await self._backend._closing()
 
 
 _lock = threading.Lock()

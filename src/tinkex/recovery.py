@@ -63,9 +63,11 @@ class Monitor:
         sleep: Waits for so many seconds.
 
     Example:
-        >>> policy = RecoveryPolicy(enabled=True)  # doctest: +SKIP
-        >>> monitor = Monitor(Executor(), policy)  # doctest: +SKIP
-        >>> monitor.monitor_run(client.model_id, service, {"training_client": client})  # doctest: +SKIP
+        >>> monitor = Monitor(Executor(), RecoveryPolicy(enabled=True, poll_interval_ms=1000))
+        >>> monitor.monitor_run(client.model_id, service, {"training_client": client})
+        >>> monitor.run_ids
+        ['...:train:0']
+        >>> monitor.stop_monitoring(client.model_id)
     """
 
     def __init__(
@@ -100,6 +102,11 @@ class Monitor:
 
         Raises:
             RecoveryError: The policy is not enabled, or there is no executor.
+
+        Example:
+            >>> monitor = Monitor(Executor(), RecoveryPolicy(enabled=True, poll_interval_ms=1000))
+            >>> monitor.monitor_run(client.model_id, service, {"training_client": client})
+            >>> monitor.stop_monitoring(client.model_id)
         """
         policy = self._policy_for(service)
         if not policy.enabled:
@@ -120,6 +127,12 @@ class Monitor:
 
         Args:
             run_id: The run.
+
+        Example:
+            >>> monitor = Monitor(Executor(), RecoveryPolicy(enabled=True))
+            >>> monitor.stop_monitoring(client.model_id)
+            >>> monitor.run_ids
+            []
         """
         with self._lock:
             self._runs.pop(run_id, None)
@@ -200,6 +213,11 @@ class Executor:
     Args:
         max_concurrent: How many attempts may run at once.
         sleep: Waits for so many seconds between attempts.
+
+    Example:
+        >>> executor = Executor(max_concurrent=2)
+        >>> executor.pending
+        []
     """
 
     def __init__(self, max_concurrent: int = 1, *, sleep: Sleep = asyncio.sleep) -> None:
@@ -239,6 +257,13 @@ class Executor:
 
         Raises:
             RecoveryError: The policy is not enabled, or the run is being taken up already.
+
+        Example:
+            >>> recovered = Future()
+            >>> policy = RecoveryPolicy(enabled=True, on_recovery=lambda old, new, path: recovered.set_result(new))
+            >>> Executor().recover(client.model_id, service, policy, last_checkpoint=path)
+            >>> recovered.result(timeout=60)
+            TrainingClient('...:train:1')
         """
         chosen = RecoveryPolicy.of(policy)
         if not chosen.enabled:
@@ -337,6 +362,12 @@ async def select_checkpoint(
 
     Raises:
         RecoveryError: There is none.
+
+    Example:
+        >>> import asyncio
+        >>> saved = client.save_state("step-100").result()
+        >>> asyncio.run(select_checkpoint(RecoveryPolicy(), client.model_id, rest))
+        'tinker://.../weights/step-100'
     """
     if isinstance(policy.checkpoint_strategy, tuple):
         return policy.checkpoint_strategy[1]
@@ -375,6 +406,12 @@ def best_checkpoint(checkpoints: list[Checkpoint], policy: RecoveryPolicy, run_i
 
     Raises:
         RecoveryError: None of them has that metric.
+
+    Example:
+        >>> for step, loss in enumerate([0.5, 0.2, 0.3]):
+        ...     saved = client.save_state(f"step-{step}", user_metadata=metrics_metadata(loss=loss)).result()
+        >>> best_checkpoint(rest.list_checkpoints(client.model_id).result().checkpoints, RecoveryPolicy())
+        'tinker://.../weights/step-1'
     """
     sign = 1 if policy.metric_mode == "max" else -1
     scored = [
@@ -400,6 +437,11 @@ def metric_of(checkpoint: Checkpoint, name: str) -> float:
 
     Returns:
         The number, or NaN.
+
+    Example:
+        >>> saved = client.save_state("step-100", user_metadata=metrics_metadata(loss=0.25)).result()
+        >>> metric_of(rest.list_checkpoints(client.model_id).result().checkpoints[0], "loss")
+        0.25
     """
     try:
         return float((checkpoint.user_metadata or {})[f"{METRIC_PREFIX}{name}"])

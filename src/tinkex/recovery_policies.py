@@ -18,6 +18,14 @@ class RecoveryError(TinkerError):
     """A run was not taken up again; `reason` says why in one word.
 
     Reasons: recovery_disabled, no_executor, already_pending, missing_checkpoint, exhausted.
+
+    Example:
+        >>> from tinkex.recovery import Executor
+        >>> try:
+        ...     Executor().recover("run-1", service, RecoveryPolicy(enabled=False))
+        ... except RecoveryError as error:
+        ...     print(error.reason)
+        recovery_disabled
     """
 
     reason: str
@@ -32,8 +40,9 @@ class RecoveryPolicy:
     """How lost runs are taken up again. A value of the wrong kind counts as its default.
 
     Example:
-        >>> RecoveryPolicy.of({"enabled": True, "checkpoint_strategy": "BEST", "max_attempts": 0}).checkpoint_strategy
-        'best'
+        >>> policy = RecoveryPolicy(enabled=True, checkpoint_strategy="best", metric="accuracy", metric_mode="max")
+        >>> policy.max_attempts
+        3
     """
 
     enabled: bool = False
@@ -72,6 +81,11 @@ class RecoveryPolicy:
 
         Raises:
             TypeError: It is something else.
+
+        Example:
+            >>> policy = RecoveryPolicy.of({"enabled": True, "checkpoint_strategy": "BEST", "max_attempts": 0})
+            >>> policy.checkpoint_strategy, policy.max_attempts
+            ('best', 3)
         """
         if isinstance(given, RecoveryPolicy):
             return given

@@ -96,11 +96,13 @@ def resilient(
         ValueError: `every` or `keep` is less than one, or the policy would bring other weights.
 
     Example:
-        >>> with tinkex.resilient(client, every=20) as trainer:  # doctest: +SKIP
-        ...     for batch in batches:
+        >>> with resilient(client, every=20) as trainer:
+        ...     for batch in [data, data]:
         ...         passed = trainer.forward_backward(batch, "cross_entropy")
-        ...         trainer.optim_step(AdamParams(learning_rate=1e-4))
-        ...         print(passed.result().metrics["loss:sum"])
+        ...         stepped = trainer.optim_step(AdamParams(learning_rate=1e-3))
+        ...         print(f"{passed.result().metrics['loss:sum']:.1f}")
+        10.6
+        9...
     """
     if isinstance(training_client, ResilientTrainingClient):
         raise ValueError("this training client is a resilient one already")
@@ -135,6 +137,11 @@ class ResilientTrainingClient(TrainingClient):
 
     Cancelling a future gives up waiting for it: the call itself is always carried out. Receipts (`…_future`) are for
     the run of the moment; after a loss their results have to be asked for anew.
+
+    Example:
+        >>> with resilient(client) as trainer:
+        ...     trainer.checkpoint, trainer.recoveries
+        ('tinker://.../weights/resilient-...', 0)
     """
 
     def __init__(

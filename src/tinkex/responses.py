@@ -16,7 +16,13 @@ from tinkex.types.record import from_builtins
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class APIResponse:
-    """An answer with everything about it; names of headers are lower-case, times are seconds."""
+    """An answer with everything about it; names of headers are lower-case, times are seconds.
+
+    Example:
+        >>> response = http.with_raw_response.get("healthz").result()
+        >>> response.status, response.data
+        (200, {'status': 'ok'})
+    """
 
     status: int
     headers: Mapping[str, str]
@@ -41,6 +47,10 @@ class APIResponse:
 
         Returns:
             Its value, or None.
+
+        Example:
+            >>> http.with_raw_response.get("healthz").result().header("Content-Type")
+            'application/json'
         """
         return self.headers.get(name.lower())
 
@@ -56,6 +66,13 @@ class APIResponse:
         Raises:
             APIResponseValidationError: The data are not what the parser takes.
             TypeError: This is no parser.
+
+        Example:
+            >>> response = http.with_raw_response.get("get_server_capabilities").result()
+            >>> response.parse(GetServerCapabilitiesResponse)
+            GetServerCapabilitiesResponse(supported_models=[...])
+            >>> response.parse(lambda data: len(data["supported_models"]))
+            1
         """
         if parser is None:
             return self.data

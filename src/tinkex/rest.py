@@ -116,7 +116,13 @@ class _Client:
         return self._session
 
     def get_telemetry(self) -> Reporter | None:
-        """What reports the session's events to the hosted service; None when nothing does."""
+        """What reports the session's events to the hosted service; None when nothing does.
+
+        Example:
+            >>> from tinkex import telemetry
+            >>> telemetry.log(rest.get_telemetry(), "evaluated", {"accuracy": 0.9})  # False: nobody is told
+            False
+        """
         return self._session.telemetry if self._session is not None else None
 
     @property
@@ -142,7 +148,12 @@ class _Client:
             return self._own
 
     def close(self) -> Future[None]:
-        """Let go of the connections, if they are this client's own."""
+        """Let go of the connections, if they are this client's own.
+
+        Example:
+            >>> rest = RestClient(base_url="local")
+            >>> rest.close().result()
+        """
         with self._lock:
             self._closed, own, self._own = True, self._own, None
         return start(_closing(own))
@@ -220,9 +231,11 @@ class RestClient(_Client):
         config: All settings at once, in place of these.
 
     Example:
-        >>> rest = RestClient()  # doctest: +SKIP
-        >>> for checkpoint in rest.list_user_checkpoints().result().checkpoints:  # doctest: +SKIP
-        ...     print(checkpoint.tinker_path, checkpoint.size_bytes)
+        >>> saved = client.save_state("step-100").result()
+        >>> with RestClient(base_url="local") as rest:
+        ...     for checkpoint in rest.list_checkpoints(client.model_id).result().checkpoints:
+        ...         print(checkpoint.tinker_path, checkpoint.size_bytes)
+        tinker://.../weights/step-100 ...
     """
 
     # ── training runs ────────────────────────────────────────────────────────────────────────────────────────────
@@ -238,6 +251,10 @@ class RestClient(_Client):
 
         Returns:
             A future of the run.
+
+        Example:
+            >>> rest.get_training_run(client.model_id).result().base_model
+            'tinkex/tiny'
         """
         return self._get_training_run("get_training_run", training_run_id, access_scope)
 
@@ -261,6 +278,10 @@ class RestClient(_Client):
 
         Raises:
             ValueError: The path is malformed.
+
+        Example:
+            >>> rest.get_training_run_by_tinker_path(path).result().lora_rank
+            4
         """
         run = _checkpoint(tinker_path)["training_run_id"]
         return self._get_training_run("get_training_run_by_tinker_path", run, access_scope)
@@ -292,6 +313,11 @@ class RestClient(_Client):
 
         Returns:
             A future of a page of runs; its cursor says how many there are in all.
+
+        Example:
+            >>> page = rest.list_training_runs(limit=10).result()
+            >>> client.model_id in [run.training_run_id for run in page.training_runs]
+            True
         """
         query = {"limit": limit, "offset": offset, **_scope(access_scope), "project_id": project_id}
         return self._call("list_training_runs", protocol.LIST_TRAINING_RUNS, query=query)
@@ -317,6 +343,10 @@ class RestClient(_Client):
 
         Raises:
             ValueError: The id is empty.
+
+        Example:
+            >>> rest.unload_model(client.model_id).result()
+            UnloadModelResponse(model_id='...:train:0', ...)
         """
         op, request = protocol.UNLOAD_MODEL, UnloadModelRequest(model_id=_part("model_id", model_id))
 
@@ -346,6 +376,11 @@ class RestClient(_Client):
 
         Returns:
             A future of the base model, the rank and what was trained.
+
+        Example:
+            >>> info = rest.get_weights_info_by_tinker_path(path).result()
+            >>> info.base_model, info.lora_rank
+            ('tinkex/tiny', 4)
         """
         request = WeightsInfoRequest(tinker_path=tinker_path)
         return self._call("get_weights_info_by_tinker_path", protocol.WEIGHTS_INFO, request)
@@ -362,6 +397,11 @@ class RestClient(_Client):
 
         Returns:
             A future of the checkpoints.
+
+        Example:
+            >>> saved = client.save_state("step-100").result()
+            >>> [checkpoint.checkpoint_id for checkpoint in rest.list_checkpoints(client.model_id).result().checkpoints]
+            ['weights/step-100']
         """
         path = {"training_run_id": _part("training_run_id", training_run_id)}
         return self._call("list_checkpoints", protocol.LIST_CHECKPOINTS, path=path)
@@ -379,6 +419,11 @@ class RestClient(_Client):
 
         Returns:
             A future of a page of checkpoints, newest first.
+
+        Example:
+            >>> saved = client.save_state("step-100").result()
+            >>> rest.list_user_checkpoints(limit=1).result().checkpoints[0].tinker_path == saved.path
+            True
         """
         query = {"limit": limit, "offset": offset}
         return self._call("list_user_checkpoints", protocol.LIST_USER_CHECKPOINTS, query=query)
@@ -398,6 +443,11 @@ class RestClient(_Client):
 
         Raises:
             ValueError: The path is malformed, or not of an exported checkpoint.
+
+        Example:
+            >>> export = client.save_weights_external("final").result().path
+            >>> sorted(rest.get_external_weights_urls(export).result().urls)
+            ['adapter_config.json', 'adapter_model.safetensors']
         """
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
         if parsed.checkpoint_type != "external":
@@ -430,6 +480,10 @@ class RestClient(_Client):
 
         Raises:
             ValueError: The checkpoint is malformed, or `max_retries` is less than one.
+
+        Example:
+            >>> rest.get_checkpoint_archive_url(path).result().url
+            'http.../weights/step-100/archive.tar?...'
         """
         return self._archive("get_checkpoint_archive_url", training_run_id, checkpoint_id, max_retries, retry_delay)
 
@@ -501,6 +555,10 @@ class RestClient(_Client):
 
         Raises:
             ValueError: The checkpoint is malformed.
+
+        Example:
+            >>> saved = client.save_state("step-100").result()
+            >>> rest.delete_checkpoint(client.model_id, "weights/step-100").result()
         """
         path = _checkpoint(training_run_id, checkpoint_id)
         return self._call("delete_checkpoint", protocol.DELETE_CHECKPOINT, path=path)
@@ -520,6 +578,10 @@ class RestClient(_Client):
 
         Raises:
             ValueError: The path is malformed.
+
+        Example:
+            >>> path = client.save_state("step-100").result().path
+            >>> rest.delete_checkpoint_from_tinker_path(path).result()
         """
         path = _checkpoint(tinker_path)
         return self._call("delete_checkpoint_from_tinker_path", protocol.DELETE_CHECKPOINT, path=path)
@@ -540,6 +602,10 @@ class RestClient(_Client):
 
         Raises:
             ValueError: The checkpoint is malformed.
+
+        Example:
+            >>> saved = client.save_state("step-100").result()
+            >>> rest.publish_checkpoint(client.model_id, "weights/step-100").result()
         """
         path = _checkpoint(training_run_id, checkpoint_id)
         return self._call("publish_checkpoint", protocol.PUBLISH_CHECKPOINT, path=path)
@@ -559,6 +625,11 @@ class RestClient(_Client):
 
         Raises:
             ValueError: The path is malformed.
+
+        Example:
+            >>> rest.publish_checkpoint_from_tinker_path(path).result()
+            >>> rest.list_checkpoints(client.model_id).result().checkpoints[0].public
+            True
         """
         path = _checkpoint(tinker_path)
         return self._call("publish_checkpoint_from_tinker_path", protocol.PUBLISH_CHECKPOINT, path=path)
@@ -579,6 +650,10 @@ class RestClient(_Client):
 
         Raises:
             ValueError: The checkpoint is malformed.
+
+        Example:
+            >>> saved = client.save_state("step-100").result()
+            >>> rest.unpublish_checkpoint(client.model_id, "weights/step-100").result()
         """
         path = _checkpoint(training_run_id, checkpoint_id)
         return self._call("unpublish_checkpoint", protocol.UNPUBLISH_CHECKPOINT, path=path)
@@ -598,6 +673,11 @@ class RestClient(_Client):
 
         Raises:
             ValueError: The path is malformed.
+
+        Example:
+            >>> rest.unpublish_checkpoint_from_tinker_path(path).result()
+            >>> rest.list_checkpoints(client.model_id).result().checkpoints[0].public
+            False
         """
         path = _checkpoint(tinker_path)
         return self._call("unpublish_checkpoint_from_tinker_path", protocol.UNPUBLISH_CHECKPOINT, path=path)
@@ -618,6 +698,11 @@ class RestClient(_Client):
 
         Raises:
             ValueError: The path is malformed, or the time no positive whole number.
+
+        Example:
+            >>> rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result()
+            >>> rest.list_checkpoints(client.model_id).result().checkpoints[0].expires_at
+            datetime.datetime(...)
         """
         path, request = _checkpoint(tinker_path), SetCheckpointTtlRequest(ttl_seconds=_ttl(ttl_seconds))
         return self._call("set_checkpoint_ttl_from_tinker_path", protocol.SET_CHECKPOINT_TTL, request, path=path)
@@ -647,6 +732,10 @@ class RestClient(_Client):
 
         Raises:
             ValueError: Nothing names a project.
+
+        Example:
+            >>> rest.copy_weights(path, "my-project", ttl_seconds=86400).result()
+            'tinker://.../weights/step-100'
         """
         project = destination_project_id or os.environ.get("TINKER_PROJECT_ID", "").strip()
         if not project:
@@ -686,6 +775,10 @@ class RestClient(_Client):
 
         Returns:
             A future of their ids.
+
+        Example:
+            >>> rest.get_session(client.holder.session_id).result().training_run_ids
+            ['...:train:0']
         """
         path = {"session_id": _part("session_id", session_id)}
         return self._call("get_session", protocol.GET_SESSION, path=path, query=_scope(access_scope))
@@ -708,6 +801,10 @@ class RestClient(_Client):
 
         Returns:
             A future of a page of ids.
+
+        Example:
+            >>> client.holder.session_id in rest.list_sessions().result().sessions
+            True
         """
         query = {"limit": limit, "offset": offset, **_scope(access_scope)}
         return self._call("list_sessions", protocol.LIST_SESSIONS, query=query)
@@ -733,6 +830,9 @@ class RestClient(_Client):
 
         Raises:
             ValueError: There is no such reason.
+
+        Example:
+            >>> rest.finish_session(client.holder.session_id, "interrupted", "the machine was needed").result()
         """
         if reason not in get_args(ClientSessionFinishReasonType):
             allowed = ", ".join(get_args(ClientSessionFinishReasonType))
@@ -756,6 +856,9 @@ class RestClient(_Client):
 
         Returns:
             A future that is done when it has been moved.
+
+        Example:
+            >>> rest.assign_session_project(client.holder.session_id, "my-project").result()
         """
         path = {"session_id": _part("session_id", session_id)}
         request = AssignSessionProjectRequest(project_id=project_id)
@@ -777,6 +880,10 @@ class RestClient(_Client):
 
         Raises:
             RuntimeError: The future's, when the trace could not be made.
+
+        Example:
+            >>> rest.export_session_trace(client.holder.session_id).result()
+            'file:///.../traces/....json'
         """
         path = {"session_id": _part("session_id", session_id)}
         op, headers = protocol.EXPORT_SESSION_TRACE, _sdk_headers("export_session_trace")
@@ -812,6 +919,11 @@ class RestClient(_Client):
 
         Returns:
             A future of a page of sessions.
+
+        Example:
+            >>> page = rest.search_sessions(SessionSearchRequest()).result()
+            >>> page.sessions[0].session_id == client.holder.session_id
+            True
         """
         _warn_experimental("search_sessions")
         return self._call("search_sessions", protocol.SEARCH_SESSIONS, request)
@@ -829,6 +941,10 @@ class RestClient(_Client):
 
         Returns:
             A future of its base model and, where there is one, its checkpoint.
+
+        Example:
+            >>> rest.get_sampler(sampler.sampling_session_id).result().base_model
+            'tinkex/tiny'
         """
         return self._call("get_sampler", protocol.GET_SAMPLER, path={"sampler_id": _part("sampler_id", sampler_id)})
 
@@ -843,6 +959,10 @@ class RestClient(_Client):
 
         Raises:
             RuntimeError: The future's, when the server gives no tokens and the key is a plain one.
+
+        Example:
+            >>> RestClient(api_key=token).whoami().result().email
+            'ada@example.org'
         """
         key = self._config.api_key or ""
 
@@ -916,7 +1036,9 @@ class AdminClient(_Client):
         config: All settings at once, in place of these.
 
     Example:
-        >>> usage = AdminClient().get_billing_usage("2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z")  # doctest: +SKIP
+        >>> with AdminClient(base_url="local") as admin:
+        ...     admin.get_billing_usage("2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z").result()
+        BillingUsageResponse(...)
     """
 
     def get_audit_log(self, event_type: AuditEventType = "all", day: dt.date | None = None) -> Future[AuditLogResponse]:
@@ -931,6 +1053,11 @@ class AdminClient(_Client):
 
         Raises:
             ValueError: There is no such kind of events, or the day is no date.
+
+        Example:
+            >>> saved = client.save_state("step-100").result()
+            >>> admin.get_audit_log("checkpoints").result().entries[-1].event
+            'checkpoint_saved'
         """
         return self._audit_log(event_type, day)
 
@@ -954,6 +1081,10 @@ class AdminClient(_Client):
 
         Raises:
             ValueError: A time cannot be read.
+
+        Example:
+            >>> admin.get_billing_usage("2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z").result()
+            BillingUsageResponse(...)
         """
         return self._billing_usage(starting_on, ending_before)
 
@@ -973,6 +1104,11 @@ class AdminClient(_Client):
 
         Returns:
             A future of count and bytes, by project and owner.
+
+        Example:
+            >>> saved = client.save_state("step-100").result()
+            >>> [item.size_bytes for item in admin.get_current_checkpoint_storage_usage().result().data]
+            [...]
         """
         return self._storage_usage(project_id)
 

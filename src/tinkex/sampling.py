@@ -65,9 +65,10 @@ class SamplingClient:
     """Samples from fixed weights: training that goes on elsewhere does not change what it gives.
 
     Example:
-        >>> with tinkex.ServiceClient(base_url="local") as service:  # doctest: +SKIP
+        >>> with ServiceClient(base_url="local") as service:
         ...     sampler = service.create_sampling_client(base_model="tinkex/tiny")
-        ...     sampler.sample(prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=16)).result()
+        ...     sampler.sample(prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=8)).result()
+        SampleResponse([SampledSequence(...), ...])
     """
 
     def __init__(
@@ -116,6 +117,10 @@ class SamplingClient:
 
         Returns:
             A future of the sampler.
+
+        Example:
+            >>> SamplingClient.create(service.holder, base_model="tinkex/tiny").result()
+            SamplingClient('...:sample:0')
         """
 
         async def opening() -> SamplingClient:
@@ -146,7 +151,13 @@ class SamplingClient:
         return set(self._session.config.feature_gates)
 
     def get_telemetry(self) -> Reporter | None:
-        """What reports this session's events to the hosted service; None when nothing does."""
+        """What reports this session's events to the hosted service; None when nothing does.
+
+        Example:
+            >>> from tinkex import telemetry
+            >>> telemetry.log(sampler.get_telemetry(), "evaluated", {"accuracy": 0.9})  # False: nobody is told
+            False
+        """
         return self._session.telemetry
 
     @property
@@ -172,6 +183,9 @@ class SamplingClient:
         Args:
             queue_state: "active", "paused_capacity" or "paused_rate_limit".
             queue_state_reason: The server's reason, if it gives one.
+
+        Example:
+            >>> sampler.on_queue_state_change("paused_rate_limit", "too many samples at once")
         """
         self._queue_states.on_queue_state_change(queue_state, queue_state_reason, name=self.sampling_session_id)
 
@@ -215,9 +229,10 @@ class SamplingClient:
             TypeError: The prompt is no ModelInput.
 
         Example:
-            >>> prompt = ModelInput.from_ints(tokenizer.encode("Once upon"))  # doctest: +SKIP
-            >>> drawn = sampler.sample(prompt, 4, SamplingParams(max_tokens=32)).result()  # doctest: +SKIP
-            >>> [tokenizer.decode(sequence.tokens) for sequence in drawn.sequences]  # doctest: +SKIP
+            >>> prompt = ModelInput.from_ints(tokenizer.encode("12+34="))
+            >>> drawn = sampler.sample(prompt, 1, SamplingParams(max_tokens=2, temperature=0)).result()
+            >>> [tokenizer.decode(sequence.tokens) for sequence in drawn.sequences]
+            ['46']
         """
         request = self._request(
             prompt,
@@ -432,8 +447,11 @@ class SamplingClient:
             A stream to iterate over with `for` or `async for`. Servers that cannot stream give all tokens at the end.
 
         Example:
-            >>> for chunk in sampler.sample_stream(prompt, SamplingParams(max_tokens=64)):  # doctest: +SKIP
-            ...     print(tokenizer.decode([chunk.token_id]), end="", flush=True)
+            >>> for chunk in sampler.sample_stream(prompt, SamplingParams(max_tokens=2, temperature=0)):
+            ...     if chunk.token_id is not None:  # the last chunk says why the sample ended
+            ...         print(tokenizer.decode([chunk.token_id]), flush=True)
+            4
+            6
         """
         request = self._request(prompt, num_samples, sampling_params)
         stream: SampleStream = SampleStream()
@@ -554,6 +572,10 @@ class SamplingClient:
 
         Returns:
             A future of one number per token; None where there is none.
+
+        Example:
+            >>> sampler.compute_logprobs(prompt).result()
+            [None, -4..., -2..., ...]
         """
         request = self._request(
             prompt, 1, SamplingParams(max_tokens=1), prompt_logprobs=True, prompt_logprobs_last_n=prompt_logprobs_last_n
@@ -578,7 +600,13 @@ class SamplingClient:
         )
 
     def get_sampler_handle(self) -> str:
-        """A text from which another process can make this client: where it is, what it samples, no credential."""
+        """A text from which another process can make this client: where it is, what it samples, no credential.
+
+        Example:
+            >>> handle = sampler.get_sampler_handle()
+            >>> SamplingClient.from_sampler_handle(handle)
+            SamplingClient('...:sample:0')
+        """
         state = {
             "base_url": self._session.config.base_url,
             "session_id": self._session.session_id,
@@ -600,6 +628,11 @@ class SamplingClient:
 
         Raises:
             ValueError: The text is no handle.
+
+        Example:
+            >>> same = SamplingClient.from_sampler_handle(sampler.get_sampler_handle())
+            >>> same.sample(prompt, 1, SamplingParams(max_tokens=8)).result()
+            SampleResponse([SampledSequence(...)])
         """
         try:
             state = json.loads(base64.urlsafe_b64decode(handle.encode()))
@@ -626,7 +659,12 @@ class SamplingClient:
             return self._base_model
 
     def get_base_model(self) -> str:
-        """The name of the base model under this sampler; the server is asked once."""
+        """The name of the base model under this sampler; the server is asked once.
+
+        Example:
+            >>> sampler.get_base_model()
+            'tinkex/tiny'
+        """
         return self._session.call(self._model).result()
 
     async def get_base_model_async(self) -> str:
@@ -649,6 +687,11 @@ class SamplingClient:
 
         Returns:
             transformers' tokenizer where that is installed, else a `tinkex.tokenizers.Tokenizer`.
+
+        Example:
+            >>> tokenizer = sampler.get_tokenizer()
+            >>> tokenizer.decode(tokenizer.encode("12+34=", add_special_tokens=False))
+            '12+34='
         """
         base_model = self.get_base_model() if sampler_fun is None else sampler_fun(self).base_model
         return get_or_load_tokenizer(get_tokenizer_id(base_model), backend=backend, load_fun=load_fun)

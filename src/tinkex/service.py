@@ -62,8 +62,10 @@ class ServiceClient:
         config: All settings at once, in place of the arguments above; see `tinkex.Config.resolve`.
 
     Example:
-        >>> with ServiceClient(base_url="local") as service:  # doctest: +SKIP
+        >>> with ServiceClient(base_url="local") as service:
         ...     client = service.create_lora_training_client("tinkex/tiny", rank=16)
+        ...     client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
+        10.6...
     """
 
     def __init__(
@@ -101,6 +103,11 @@ class ServiceClient:
 
         Returns:
             A client that makes others of that session; closing it ends the session for all.
+
+        Example:
+            >>> same = ServiceClient.sharing(client.holder)
+            >>> same.session_id == service.session_id
+            True
         """
         service = cls.__new__(cls)
         service._session = session
@@ -117,7 +124,13 @@ class ServiceClient:
         return self._session.session_id
 
     def get_telemetry(self) -> Reporter | None:
-        """What reports this session's events to the hosted service; None when nothing does."""
+        """What reports this session's events to the hosted service; None when nothing does.
+
+        Example:
+            >>> from tinkex import telemetry
+            >>> telemetry.log(service.get_telemetry(), "evaluated", {"accuracy": 0.9})  # False: nobody is told
+            False
+        """
         return self._session.telemetry
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -152,7 +165,9 @@ class ServiceClient:
             BadRequestError: The server has no such model; the message lists the ones there are.
 
         Example:
-            >>> client = service.create_lora_training_client("tinkex/tiny", rank=16)  # doctest: +SKIP
+            >>> client = service.create_lora_training_client("tinkex/tiny", rank=16)
+            >>> client.get_info().lora_rank
+            16
         """
         return self._create_lora(
             base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
@@ -231,6 +246,11 @@ class ServiceClient:
         Raises:
             TinkerError: There is no such checkpoint, or it is not one of training.
             ValueError: It is no LoRA checkpoint.
+
+        Example:
+            >>> path = client.save_state("step-100").result().path
+            >>> service.create_training_client_from_state(path)
+            TrainingClient('...:train:1')
         """
         return self._session.start(
             self._from_state(path, False, base_model, user_metadata, weights_access_token, optimizer)
@@ -271,8 +291,9 @@ class ServiceClient:
             TinkerError: There is no such checkpoint, or it holds no optimizer state.
 
         Example:
-            >>> path = client.save_state("step-100").result().path  # doctest: +SKIP
-            >>> client = service.create_training_client_from_state_with_optimizer(path)  # doctest: +SKIP
+            >>> path = client.save_state("step-100").result().path
+            >>> service.create_training_client_from_state_with_optimizer(path)
+            TrainingClient('...:train:1')
         """
         return self._session.start(
             self._from_state(path, True, base_model, user_metadata, weights_access_token, None)
@@ -371,6 +392,13 @@ class ServiceClient:
         Raises:
             ValueError: The function cannot be traced, or uses what such losses may not.
             ImportError: torch is not installed.
+
+        Example:
+            >>> def weighted(logprobs, weights):
+            ...     return -(logprobs * weights).sum(), {"custom/tokens:sum": weights.sum()}
+            >>> handle = service.create_custom_loss(weighted, {"logprobs": 1, "weights": 1}).result()
+            >>> client.forward_backward_custom(data, handle).result().metrics["custom/tokens:sum"]
+            8.0
         """
         handle = loss_graphs.trace(fn, input_ranks, "")
 
@@ -417,7 +445,9 @@ class ServiceClient:
             BadRequestError: The server has no such model; the message lists the ones there are.
 
         Example:
-            >>> sampler = service.create_sampling_client(base_model="tinkex/tiny")  # doctest: +SKIP
+            >>> sampler = service.create_sampling_client(base_model="tinkex/tiny")
+            >>> sampler.sample(prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=8)).result()
+            SampleResponse([SampledSequence(...), ...])
         """
         return self._open_sampler(model_path, base_model, retry_config, record_stability_info).result()
 
@@ -451,7 +481,7 @@ class ServiceClient:
         )
 
     def create_rest_client(self) -> RestClient:
-        """Deprecated: make a `RestClient` directly; this one uses the service client's connections."""
+        """Deprecated: use `RestClient`, made directly; this one uses the service client's connections."""
         from tinkex.rest import RestClient
 
         warnings.warn(
@@ -469,7 +499,12 @@ class ServiceClient:
         return answer
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
-        """Which models the server offers."""
+        """Which models the server offers.
+
+        Example:
+            >>> [model.model_name for model in service.get_server_capabilities().supported_models]
+            ['tinkex/tiny']
+        """
         return self._session.start(self._capabilities()).result()
 
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
@@ -491,6 +526,11 @@ class ServiceClient:
 
         Raises:
             ValueError: This client has no project.
+
+        Example:
+            >>> with ServiceClient(base_url="local", project_id="my-project") as service:
+            ...     service.copy_weights(path, ttl_seconds=3600).result()
+            'tinker://.../weights/step-100'
         """
         from tinkex.rest import RestClient
 
@@ -499,12 +539,25 @@ class ServiceClient:
         )
 
     def get_console_url(self) -> str:
-        """The session's page in the hosted service's console; all sessions' before there is one."""
+        """The session's page in the hosted service's console; all sessions' before there is one.
+
+        Example:
+            >>> service.get_console_url()
+            'https://.../sessions'
+        """
         session_id = self._session.session_id
         return f"{CONSOLE}/sessions/{session_id}" if session_id else f"{CONSOLE}/sessions"
 
     def circuit_breakers(self) -> dict[str, BreakerState]:
-        """The state of each endpoint's circuit breaker, when `circuit_breaker` is configured."""
+        """The state of each endpoint's circuit breaker, when `circuit_breaker` is configured.
+
+        Example:
+            >>> config = Config.resolve(base_url="local", circuit_breaker=True)
+            >>> with ServiceClient(config=config) as service:
+            ...     capabilities = service.get_server_capabilities()
+            ...     service.circuit_breakers()["GET get_server_capabilities"]
+            'closed'
+        """
         return self._session.transport.breakers.states() if self._session.transport.breakers else {}
 
     def close(self, status: ClientSessionFinishReasonType = "success", detail: str | None = None) -> Future[None]:
@@ -517,6 +570,10 @@ class ServiceClient:
         Returns:
             A future that is done when the server knows; with "success", once all calls made before have been carried
             out.
+
+        Example:
+            >>> service = ServiceClient(base_url="local")
+            >>> service.close("errored", "the data ran out").result()
         """
         return start(self._session.finish(status, detail))
 

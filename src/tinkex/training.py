@@ -139,7 +139,13 @@ def _checked(data: Sequence[Datum]) -> list[Datum]:
 
 
 class CallOptions(TypedDict, total=False):
-    """How a call waits for its result."""
+    """How a call waits for its result.
+
+    Example:
+        >>> options: CallOptions = {"timeout": 60.0}
+        >>> client.forward(data, "cross_entropy", **options).result().metrics["loss:sum"]
+        10.6...
+    """
 
     timeout: float | None
     """Seconds after which waiting is given up with APITimeoutError; the server carries the call out all the same."""
@@ -228,10 +234,11 @@ class TrainingClient:
     """One training run. Calls return at once; the server executes them in the order they were made.
 
     Example:
-        >>> client = service.create_lora_training_client("tinkex/tiny", rank=16)  # doctest: +SKIP
-        >>> passed = client.forward_backward(data, "cross_entropy")  # doctest: +SKIP
-        >>> stepped = client.optim_step(AdamParams(learning_rate=1e-3))  # doctest: +SKIP
-        >>> passed.result().metrics["loss:sum"], stepped.result()  # doctest: +SKIP
+        >>> client = service.create_lora_training_client("tinkex/tiny", rank=16)
+        >>> passed = client.forward_backward(data, "cross_entropy")
+        >>> stepped = client.optim_step(AdamParams(learning_rate=1e-3))
+        >>> passed.result().metrics["loss:sum"], stepped.result().metrics["learning_rate:mean"]
+        (10.6..., 0.001)
     """
 
     def __init__(self, holder: Session, model_seq_id: int, model_id: str, *, first_seq_id: int = 1) -> None:
@@ -250,7 +257,13 @@ class TrainingClient:
         return self._session
 
     def get_telemetry(self) -> Reporter | None:
-        """What reports this session's events to the hosted service; None when nothing does."""
+        """What reports this session's events to the hosted service; None when nothing does.
+
+        Example:
+            >>> from tinkex import telemetry
+            >>> telemetry.log(client.get_telemetry(), "evaluated", {"accuracy": 0.9})  # False: nobody is told
+            False
+        """
         return self._session.telemetry
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None = None) -> None:
@@ -259,6 +272,9 @@ class TrainingClient:
         Args:
             queue_state: "active", "paused_capacity" or "paused_rate_limit".
             queue_state_reason: The server's reason, if it gives one.
+
+        Example:
+            >>> client.on_queue_state_change("paused_capacity", "all machines are taken")
         """
         self._queue_states.on_queue_state_change(queue_state, queue_state_reason, name=self.model_id)
 
@@ -290,6 +306,11 @@ class TrainingClient:
 
         Raises:
             ValueError: There is no data, or no such loss.
+
+        Example:
+            >>> result = client.forward(data, "cross_entropy").result()
+            >>> result.loss_fn_outputs[0]["logprobs"].tolist()
+            [-4..., -2..., ...]
         """
         return self._pass(data, loss_fn, loss_fn_config, options, forward_only=True)
 
@@ -315,8 +336,9 @@ class TrainingClient:
             ValueError: There is no data.
 
         Example:
-            >>> datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})  # doctest: +SKIP
-            >>> client.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"]  # doctest: +SKIP
+            >>> datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
+            >>> client.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"]
+            10.6...
         """
         return self._pass(data, loss_fn, loss_fn_config, options, forward_only=False)
 
@@ -352,6 +374,11 @@ class TrainingClient:
 
         Returns:
             A future of the receipts.
+
+        Example:
+            >>> receipts = client.forward_future(data, "cross_entropy").result()
+            >>> client.retrieve(receipts[0], "forward").result().metrics["loss:sum"]
+            10.6...
         """
         return self._pass_future(data, loss_fn, loss_fn_config, forward_only=True)
 
@@ -367,6 +394,11 @@ class TrainingClient:
 
         Returns:
             A future of the receipts.
+
+        Example:
+            >>> [receipt] = client.forward_backward_future(data, "cross_entropy").result()
+            >>> receipt.request_id
+            '...:train:0:1'
         """
         return self._pass_future(data, loss_fn, loss_fn_config, forward_only=False)
 
@@ -520,8 +552,10 @@ class TrainingClient:
                 regularizers' names are not different.
 
         Example:
-            >>> loss = lambda data, logprobs: (-sum(one.sum() for one in logprobs), {})  # doctest: +SKIP
-            >>> client.forward_backward_custom(data, loss).result().metrics["loss:sum"]  # doctest: +SKIP
+            >>> loss = lambda data, logprobs: (-sum(one.sum() for one in logprobs), {"texts": float(len(data))})
+            >>> result = client.forward_backward_custom(data, loss).result()
+            >>> result.metrics["loss:sum"], result.metrics["texts"]
+            (10.6..., 1.0)
         """
         if loss_type_input is not None:
             if loss_type_input != "logprobs":
@@ -607,7 +641,9 @@ class TrainingClient:
             TypeError: Neither was given, or something else.
 
         Example:
-            >>> client.optim_step(AdamParams(learning_rate=1e-4)).result()  # doctest: +SKIP
+            >>> passed = client.forward_backward(data, "cross_entropy")
+            >>> client.optim_step(AdamParams(learning_rate=1e-4)).result().metrics
+            {'grad_norm:mean': ..., 'learning_rate:mean': 0.0001}
         """
         return self._put(protocol.OPTIM_STEP, self._step_request(optim_params, adam_params), options)
 
@@ -632,6 +668,11 @@ class TrainingClient:
 
         Returns:
             A future of the receipt.
+
+        Example:
+            >>> receipt = client.optim_step_future(AdamParams(learning_rate=1e-4)).result()
+            >>> client.retrieve(receipt, "optim_step").result()
+            OptimStepResponse(metrics={...})
         """
         request = self._step_request(optim_params, adam_params)
 
@@ -663,6 +704,11 @@ class TrainingClient:
 
         Raises:
             ValueError: There is no such operation, or no request id.
+
+        Example:
+            >>> [receipt] = client.forward_backward_future(data, "cross_entropy").result()
+            >>> client.retrieve(receipt.request_id).result().metrics["loss:sum"]
+            10.6...
         """
         request_id = request if isinstance(request, str) else getattr(request, "request_id", None)
         op = protocol.BY_NAME.get(operation)
@@ -730,7 +776,8 @@ class TrainingClient:
             ValueError: `ttl_seconds` is no positive whole number.
 
         Example:
-            >>> client.save_state("step-100").result().path  # doctest: +SKIP
+            >>> client.save_state("step-100", ttl_seconds=86400).result().path
+            'tinker://.../weights/step-100'
         """
         request = SaveWeightsRequest(
             model_id=self.model_id,
@@ -772,6 +819,12 @@ class TrainingClient:
 
         Raises:
             ValueError: `ttl_seconds` is no positive whole number.
+
+        Example:
+            >>> path = client.save_weights_for_sampler("final").result().path
+            >>> path
+            'tinker://.../sampler_weights/final'
+            >>> sampler = service.create_sampling_client(model_path=path)
         """
         request = SaveWeightsForSamplerRequest(
             model_id=self.model_id, path=name, ttl_seconds=_checked_ttl(ttl_seconds), user_metadata=user_metadata
@@ -813,6 +866,10 @@ class TrainingClient:
 
         Raises:
             ValueError: `ttl_seconds` is no positive whole number.
+
+        Example:
+            >>> client.save_weights_external("final").result().path
+            'tinker://.../external_weights/final'
         """
         request = SaveWeightsExternalRequest(
             model_id=self.model_id,
@@ -895,7 +952,9 @@ class TrainingClient:
             The sampler.
 
         Example:
-            >>> sampler = client.save_weights_and_get_sampling_client()  # doctest: +SKIP
+            >>> sampler = client.save_weights_and_get_sampling_client()
+            >>> sampler.sample(prompt, 1, SamplingParams(max_tokens=8)).result()
+            SampleResponse([SampledSequence(...)])
         """
         return self._save_and_sample(name, retry_config, record_stability_info).result()
 
@@ -917,6 +976,11 @@ class TrainingClient:
 
         Returns:
             The sampler.
+
+        Example:
+            >>> path = client.save_weights_for_sampler("final").result().path
+            >>> client.create_sampling_client(path)
+            SamplingClient('...:sample:0')
         """
         return SamplingClient.create(
             self._session,
@@ -951,6 +1015,11 @@ class TrainingClient:
 
         Returns:
             A future of the answer; its `path` is the checkpoint's.
+
+        Example:
+            >>> path = client.save_state("step-100").result().path
+            >>> client.load_state(path).result().path
+            'tinker://.../weights/step-100'
         """
         return self._load(path, False, weights_access_token, options)
 
@@ -966,6 +1035,11 @@ class TrainingClient:
 
         Returns:
             A future of the answer; its `path` is the checkpoint's.
+
+        Example:
+            >>> path = client.save_state("step-100").result().path
+            >>> client.load_state_with_optimizer(path).result().path
+            'tinker://.../weights/step-100'
         """
         return self._load(path, True, weights_access_token, options)
 
@@ -993,7 +1067,12 @@ class TrainingClient:
         return self._put(protocol.LOAD_WEIGHTS, request, options)
 
     def unload_model(self) -> UnloadModelResponse:
-        """Let the server forget this run's live state, on servers that offer it; its checkpoints stay."""
+        """Let the server forget this run's live state, on servers that offer it; its checkpoints stay.
+
+        Example:
+            >>> client.unload_model()
+            UnloadModelResponse(model_id='...:train:0', ...)
+        """
         return self._outbox.put(self._unloading).result()
 
     @unlisted
@@ -1018,7 +1097,12 @@ class TrainingClient:
         return info
 
     def get_info(self) -> GetInfoResponse:
-        """What this run trains."""
+        """What this run trains.
+
+        Example:
+            >>> client.get_info().model_data.model_name
+            'tinkex/tiny'
+        """
         return self._session.start(self._info()).result()
 
     async def get_info_async(self) -> GetInfoResponse:
@@ -1051,6 +1135,11 @@ class TrainingClient:
 
         Raises:
             ConfigurationError: It is neither on this machine nor can it be downloaded.
+
+        Example:
+            >>> tokenizer = client.get_tokenizer()
+            >>> tokenizer.decode(tokenizer.encode("12+34=", add_special_tokens=False))
+            '12+34='
         """
         if info_fun is None:
             tokenizer_id = self._session.call(self._tokenizer_id).result()
@@ -1067,6 +1156,10 @@ class TrainingClient:
 
         Returns:
             The token ids.
+
+        Example:
+            >>> client.encode("12+34=")
+            [0, 23, 24, 17, 25, 26, 35]
         """
         tokens: list[int] = self._tokenizer().encode(text, **options)
         return tokens
@@ -1080,6 +1173,10 @@ class TrainingClient:
 
         Returns:
             The text.
+
+        Example:
+            >>> client.decode(client.encode("12+34="), skip_special_tokens=True)
+            '12+34='
         """
         text: str = self._tokenizer().decode(tokens, **options)
         return text
@@ -1090,7 +1187,12 @@ class TrainingClient:
         return self._loaded_tokenizer
 
     def get_console_url(self) -> str:
-        """This run's page in the hosted service's console."""
+        """This run's page in the hosted service's console.
+
+        Example:
+            >>> client.get_console_url()
+            'https://.../training_runs/...'
+        """
         return f"{CONSOLE}/training_runs/{quote(self.model_id, safe='')}"
 
     @unlisted

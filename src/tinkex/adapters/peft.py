@@ -58,7 +58,7 @@ class PeftPlatform:
         device: Where to compute.
 
     Example:
-        >>> platform = PeftPlatform("checkpoints", {"tinkex/tiny": "path/to/tiny"})  # doctest: +SKIP
+        >>> platform = PeftPlatform("checkpoints", {"tinkex/tiny": "path/to/tiny"})
         >>> session = platform.create_session(SessionConfig(base_model="tinkex/tiny"))  # doctest: +SKIP
     """
 

@@ -23,6 +23,10 @@ class SessionConfig(Record, frozen=True, kw_only=True):
         lora: The shape of a fresh adapter, of rank 32 unless it is given.
         checkpoint: What `save_checkpoint` of the same platform gave, to start from its weights instead; the optimizer
             starts afresh.
+
+    Example:
+        >>> SessionConfig(base_model="tinkex/tiny", lora=LoraConfig(rank=8)).shape.rank
+        8
     """
 
     base_model: str
@@ -45,6 +49,18 @@ class TrainingPlatform(Protocol[S]):
 
     A loop that is written against it runs on every platform. Calls wait for their result. Losses of data are summed,
     gradients of passes add up until a step applies and clears them, and a loss that there is not is a `ValueError`.
+
+    Example:
+        >>> def train(platform: TrainingPlatform, data: list[Datum]) -> float:
+        ...     session = platform.create_session(SessionConfig(base_model="tinkex/tiny"))
+        ...     for _ in range(3):
+        ...         loss = platform.forward_backward(session, data, "cross_entropy").metrics["loss:sum"]
+        ...         platform.optim_step(session, AdamParams(learning_rate=1e-3))
+        ...     return loss
+        >>> train(TinkexPlatform(service), data) < 10
+        True
+        >>> train(MemoryPlatform(), data)
+        46.0...
     """
 
     def create_session(self, config: SessionConfig) -> S:
@@ -55,6 +71,10 @@ class TrainingPlatform(Protocol[S]):
 
         Returns:
             What the other calls take; what it is, is the platform's own.
+
+        Example:
+            >>> platform = TinkexPlatform(service)
+            >>> session = platform.create_session(SessionConfig(base_model="tinkex/tiny"))
         """
 
     def forward_backward(
@@ -76,6 +96,12 @@ class TrainingPlatform(Protocol[S]):
 
         Returns:
             One record per datum, and metrics.
+
+        Example:
+            >>> platform = TinkexPlatform(service)
+            >>> session = platform.create_session(SessionConfig(base_model="tinkex/tiny"))
+            >>> platform.forward_backward(session, data, "cross_entropy").metrics["loss:sum"]
+            10.6...
         """
 
     def optim_step(self, session: S, params: AdamParams) -> OptimStepResponse:
@@ -87,6 +113,13 @@ class TrainingPlatform(Protocol[S]):
 
         Returns:
             The step's metrics, as far as there are any.
+
+        Example:
+            >>> platform = MemoryPlatform()
+            >>> session = platform.create_session(SessionConfig(base_model="any"))
+            >>> passed = platform.forward_backward(session, data, "cross_entropy")
+            >>> platform.optim_step(session, AdamParams(learning_rate=1e-3)).metrics
+            {'grad_norm:mean': ..., 'learning_rate:mean': 0.001}
         """
 
     def save_checkpoint(self, session: S, name: str) -> str:
@@ -98,6 +131,12 @@ class TrainingPlatform(Protocol[S]):
 
         Returns:
             Where the checkpoint is, in the platform's own terms.
+
+        Example:
+            >>> platform = TinkexPlatform(service)
+            >>> session = platform.create_session(SessionConfig(base_model="tinkex/tiny"))
+            >>> platform.save_checkpoint(session, "step-100")
+            'tinker://.../weights/step-100'
         """
 
     def sample(
@@ -117,4 +156,10 @@ class TrainingPlatform(Protocol[S]):
 
         Returns:
             The samples.
+
+        Example:
+            >>> platform = TinkexPlatform(service)
+            >>> session = platform.create_session(SessionConfig(base_model="tinkex/tiny"))
+            >>> platform.sample(session, prompt, num_samples=2, sampling_params=SamplingParams(max_tokens=8))
+            SampleResponse([SampledSequence(...), SampledSequence(...)])
         """

@@ -3,7 +3,8 @@
 Programs call `run`, with the words that a shell would give:
 
     >>> from tinkex.cli import run
-    >>> run(["version", "--json"]).exit_code  # doctest: +SKIP
+    >>> run(["version"]).exit_code
+    tinkex ...
     0
 """
 

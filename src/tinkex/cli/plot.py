@@ -12,7 +12,11 @@ def plot(values: Sequence[float], *, width: int = 60, height: int = 8, label: st
     """Draw values from left to right; the axis on the left shows the largest and the smallest.
 
     Example:
-        >>> print(plot([1, 2, 3], width=4, height=2, label="loss"))  # doctest: +SKIP
+        >>> print(plot([1, 2, 3], width=4, height=2, label="loss"))
+           loss
+        3 │⠀⠀⣠⠞
+        1 │⣠⠞⠁
+          └────
     """
     if not values:
         return ""
