@@ -136,7 +136,12 @@ class _Blob(Record, frozen=True, kw_only=True):
         return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
     def to_wire(self) -> dict[str, Any]:
-        """JSON form."""
+        """JSON form; bytes are written in base64.
+
+        Example:
+            >>> ImageChunk(data=b"png", format="png").to_wire()
+            {'data': 'cG5n', 'format': 'png', 'type': 'image'}
+        """
         wire = {name: getattr(self, name) for name in self.__struct_fields__}
         return {
             name: base64.b64encode(value).decode() if isinstance(value, bytes) else value
