@@ -23,6 +23,8 @@ class Answer:
     body: Any = b""
     headers: dict[str, str] = field(default_factory=dict)
     content_type: str = JSON
+    until: Callable[[], object] | None = None
+    """The answer does not begin before this holds: a gate, or a meeting of several requests."""
     delay: float = 0.0
     """Seconds before the answer begins."""
     cut: int | None = None
@@ -126,6 +128,8 @@ class FaultyServer:
             target = "/" + target.split("/", 3)[3]
         seen = Seen(method, target.removeprefix("/api/v1/"), headers, body, time.monotonic(), number)
         answer = self._answer(seen)
+        while answer.until is not None and not answer.until():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
         await asyncio.sleep(answer.delay)
         if answer.drop:
             return False
