@@ -33,6 +33,22 @@ def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
         time.sleep(0.005)
 
 
+class Clock:
+    """The time as a module sees it: the real one, and as much later as a test says."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+    def time(self) -> float:
+        return time.time() + self.ahead
+
+    def time_ns(self) -> int:
+        return time.time_ns() + int(self.ahead * 1e9)
+
+
 def settled(value: Callable[[], T], looks: int = 25) -> T:
     """What a value comes to rest at; a failure when it goes on changing.
 

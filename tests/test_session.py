@@ -17,7 +17,7 @@ import pytest
 import tinkex
 import tinkex.session
 from faulty import Answer, FaultyServer, Seen, faulty_server
-from support import settled, wait_until
+from support import Clock, settled, wait_until
 from tinkex import ServiceClient
 from tinkex.config import Config
 from tinkex.session import Session, shadow_of
@@ -47,18 +47,9 @@ def lively(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkex.session.HEARTBEAT_SECONDS", 0.05)
 
 
-class Clock:
-    """The time as a session sees it: the real one, and as much later as a test says."""
-
-    def __init__(self) -> None:
-        self.ahead = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time as a session sees it."""
     made = Clock()
     monkeypatch.setattr("tinkex.session.time", made)
     return made
