@@ -49,6 +49,12 @@ class Clock:
         return time.time_ns() + int(self.ahead * 1e9)
 
 
+def let_pass(seconds: float) -> None:
+    """Give others time, in small pieces: a machine that stands still for a moment takes one of them, not all."""
+    for _ in range(round(seconds / 0.01)):
+        time.sleep(0.01)
+
+
 def settled(value: Callable[[], T], looks: int = 25) -> T:
     """What a value comes to rest at; a failure when it goes on changing.
 
