@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 import pytest
 
@@ -167,17 +167,17 @@ async def taking(pause: float, stop_after: int) -> AsyncIterator[str]:
     gone = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        left = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-        taken = 0
-        while left and taken < stop_after:
-            piece = await reader.read(min(left, 1 << 16))
-            taken, left = taken + len(piece), left - len(piece)
-            await asyncio.sleep(pause)
-        if left:
-            await gone.wait()
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-        writer.close()
+        with closing(writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            left = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+            taken = 0
+            while left and taken < stop_after:
+                piece = await reader.read(min(left, 1 << 16))
+                taken, left = taken + len(piece), left - len(piece)
+                await asyncio.sleep(pause)
+            if left:
+                await gone.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
@@ -189,10 +189,10 @@ async def taking(pause: float, stop_after: int) -> AsyncIterator[str]:
 
 async def test_a_large_body_over_a_slow_line_is_not_cut() -> None:
     body = b"x" * (24 << 20)
-    async with taking(0.003, len(body)) as url, exchange(url) as opened:
+    async with taking(0.0045, len(body)) as url, exchange(url) as opened:
         began = time.monotonic()
-        assert (await send(opened, "x", "train", 1.0, body)).status == 200
-        assert time.monotonic() - began > 1.1
+        assert (await send(opened, "x", "train", 1.5, body)).status == 200
+        assert time.monotonic() - began > 1.6
 
 
 async def test_a_slow_answer_to_a_large_body_is_not_cut(faulty: FaultyServer) -> None:

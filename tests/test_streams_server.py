@@ -119,7 +119,7 @@ class Steps:
 
 
 class AsgiCall:
-    """One request to the application itself; notes when each message came."""
+    """One request to the application itself; notes each message."""
 
     def __init__(self, path: str, body: Any) -> None:
         headers = [(b"content-type", b"application/json")]
@@ -132,7 +132,7 @@ class AsgiCall:
         self.scope |= {"path": f"/api/v1/{path}", "raw_path": path.encode(), "query_string": b"", "headers": headers}
         self._body: bytes | None = json.dumps(body).encode()
         self.gone = asyncio.Event()
-        self.messages: list[tuple[float, dict[str, Any]]] = []
+        self.messages: list[dict[str, Any]] = []
         self.first_token = asyncio.Event()
 
     async def receive(self) -> dict[str, Any]:
