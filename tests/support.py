@@ -109,8 +109,10 @@ def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> It
             await asyncio.sleep(0.005)
         ready.set()
         await task
-        for late in list(server.server_state.connections):  # accepted while the server was going
-            late.transport.abort()
+        for _ in range(3):  # one that was accepted at the last moment is there some turns of the loop later
+            await asyncio.sleep(0)
+            for late in list(server.server_state.connections):
+                late.transport.abort()
         await asyncio.sleep(0)
 
     def run_loop() -> None:

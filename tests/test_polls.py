@@ -339,7 +339,7 @@ def test_a_402_is_an_error_after_so_long(faulty: FaultyServer, monkeypatch: pyte
     monkeypatch.setattr(limits, "BILLING_SECONDS", 0.02)
 
     def prepare(carrier: Transport) -> None:
-        carrier.billing.limit = 0.3
+        carrier.billing.limit = 1.0
 
     with pytest.raises(tinkex.BillingError, match="top up") as caught:
         poll(faulty, Answer(402, {"detail": "top up"}), prepare=prepare)

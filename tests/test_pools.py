@@ -148,7 +148,9 @@ async def test_an_ordinary_request_has_so_much_time_in_all(faulty: FaultyServer)
 @pytest.mark.parametrize("traffic", ["poll", "train", "rest"])
 async def test_silence_ends_any_request(faulty: FaultyServer, traffic: Traffic) -> None:
     faulty.script("x", Answer(body=b"x" * 1000, pieces=2, pause=60))
+    faulty.script("y", Answer(body={}))
     async with exchange(faulty.base_url) as opened:
+        await send(opened, "y", traffic)  # there is a connection: none is waited for
         with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
             await send(opened, "x", traffic, 0.2)
 
