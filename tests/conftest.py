@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from support import MODEL, serving
 
@@ -43,6 +44,10 @@ def _own_places() -> None:
 _own_places()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is to run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long examples take to make says something of the machine, not of what is tested.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 CORPUS = ["the cat sat on the mat and the dog ran", "hello world, how are you today?", "12 + 34 = 46"]
 

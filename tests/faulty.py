@@ -23,6 +23,8 @@ class Answer:
     body: Any = b""
     headers: dict[str, str] = field(default_factory=dict)
     content_type: str = JSON
+    until: Callable[[], object] | None = None
+    """The answer does not begin before this holds: a gate, or a meeting of several requests."""
     delay: float = 0.0
     """Seconds before the answer begins."""
     cut: int | None = None
@@ -126,6 +128,8 @@ class FaultyServer:
             target = "/" + target.split("/", 3)[3]
         seen = Seen(method, target.removeprefix("/api/v1/"), headers, body, time.monotonic(), number)
         answer = self._answer(seen)
+        while answer.until is not None and not answer.until():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
         await asyncio.sleep(answer.delay)
         if answer.drop:
             return False
@@ -153,14 +157,22 @@ def faulty_server() -> Iterator[FaultyServer]:
     server, ready, stop = FaultyServer(), threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
 
+    exchanges: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        exchanges[asyncio.ensure_future(server.serve(reader, writer))] = writer
+
     async def run() -> None:
-        listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        listening = await asyncio.start_server(accept, "127.0.0.1", 0)
         server.base_url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         ready.set()
         await stop.wait()
         listening.close()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
+        await asyncio.sleep(0)
+        for writer in exchanges.values():
+            writer.close()  # one that came at the last moment has not begun, and closes nothing by itself
         await asyncio.sleep(0)
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from support import Wire, pass_json, sample_json, serving, step_json
+from support import Wire, pass_json, sample_json, serving, step_json, wait_until
 from tinkex import codec
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
@@ -36,11 +36,11 @@ HANDLERS_CONFIG = handlers.client_config
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Wire]]:
-    """Starts servers on the test's data directory; polls are short."""
+    """Starts servers on the test's data directory; polls are held until something has ended."""
     with ExitStack() as stack:
 
         def start(engine: FakeEngine | None = None, limits: Limits | None = None) -> Wire:
-            limits = limits or Limits(poll_seconds=0.3, gap_seconds=0.3)
+            limits = limits or Limits(poll_seconds=15, gap_seconds=30)
             return Wire(stack.enter_context(serving(engine or FakeEngine(), tmp_path, limits=limits)))
 
         yield start
@@ -123,7 +123,7 @@ def test_a_poll_names_what_has_ended_in_order_and_once(wire: Wire) -> None:
     ended, cursor = drain(wire, sampler, 5)
     assert sorted(ended) == sorted(sent)
     assert cursor == 5
-    assert wire.post("retrieve_futures", asked(sampler, 5)) == {"completions": [], "cursor": 5}
+    assert wire.post("retrieve_futures", asked(sampler, 5, timeout=0)) == {"completions": [], "cursor": 5}
     late = wire.post("asample", sample_json(sampler, 5))["request_id"]
     assert drain(wire, sampler, 1, 5) == ([late], 6)
 
@@ -136,29 +136,27 @@ def test_the_first_number_is_one_and_an_answer_is_repeated_until_it_is_acknowled
     assert first["completions"][0]["state"] == "finished"
     assert ids_of(first) == [request_id]
     assert wire.post("retrieve_futures", asked(sampler)) == first
-    assert wire.post("retrieve_futures", asked(sampler, 1))["completions"] == []
+    assert wire.post("retrieve_futures", asked(sampler, 1, timeout=0))["completions"] == []
     assert len(wire.result(request_id)["sequences"]) == 1, "acknowledged, and still there to be fetched"
 
 
 def test_a_poll_is_held_until_something_ends(serve: Callable[..., Wire]) -> None:
     gate = Gate("sample_start")
-    wire = serve(FakeEngine(fail=gate), Limits(poll_seconds=10))
+    wire = serve(FakeEngine(fail=gate), Limits(poll_seconds=60))  # longer than a request may take here
     sampler = sampler_of(wire)
     request_id = wire.post("asample", sample_json(sampler, 0))["request_id"]
     threading.Timer(0.3, gate.opened.set).start()
-    began = time.monotonic()
     assert ids_of(wire.post("retrieve_futures", asked(sampler))) == [request_id]
-    assert 0.2 < time.monotonic() - began < 5
 
 
-def test_a_poll_with_nothing_to_say_ends_in_time_with_the_same_cursor(wire: Wire) -> None:
+def test_a_poll_with_nothing_to_say_ends_in_time_with_the_same_cursor(serve: Callable[..., Wire]) -> None:
+    wire = serve(limits=Limits(poll_seconds=0.3))
     sampler = sampler_of(wire)
     began = time.monotonic()
     assert wire.post("retrieve_futures", asked(sampler)) == {"completions": [], "cursor": 0}
-    assert 0.28 < time.monotonic() - began < 3
-    began = time.monotonic()
-    wire.post("retrieve_futures", asked(sampler, timeout=0))
-    assert time.monotonic() - began < 0.28
+    assert time.monotonic() - began > 0.28
+    patient = serve(limits=Limits(poll_seconds=60))  # longer than a request may take here
+    assert patient.post("retrieve_futures", asked(sampler_of(patient), timeout=0))["completions"] == []
 
 
 def test_sizes_are_those_of_the_results(wire: Wire) -> None:
@@ -187,9 +185,9 @@ def test_each_client_of_a_sampler_has_its_own_log(wire: Wire) -> None:
     theirs = wire.post("asample", sample_json(sampler, 3 * CLONE + 1))["request_id"]
     assert drain(wire, sampler, 1) == ([mine], 1)
     assert drain(wire, sampler, 1, clone=3) == ([theirs], 1)
-    assert wire.post("retrieve_futures", asked(sampler, clone=2))["completions"] == []
+    assert wire.post("retrieve_futures", asked(sampler, clone=2, timeout=0.2))["completions"] == []
     other = sampler_of(wire)
-    assert wire.post("retrieve_futures", asked(other))["completions"] == []
+    assert wire.post("retrieve_futures", asked(other, timeout=0.2))["completions"] == []
 
 
 def test_unknown_samplers_and_unknown_cursors_are_refused(wire: Wire) -> None:
@@ -222,18 +220,16 @@ def test_what_has_been_read_is_not_told_of_when_a_log_begins(wire: Wire) -> None
 
 
 def test_the_end_of_a_session_ends_its_polls(serve: Callable[..., Wire]) -> None:
-    wire = serve(limits=Limits(poll_seconds=10))
+    wire = serve(limits=Limits(poll_seconds=60))  # longer than a request may take here
     session = wire.session()
     sampler = sampler_of(wire, session)
     finish = (f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
     timer = threading.Timer(0.2, wire.post, finish)
     timer.start()
-    began = time.monotonic()
     heard = wire.send("retrieve_futures", asked(sampler))
     timer.join()
     assert heard.status == 410
     assert "ended" in heard.json["detail"]
-    assert time.monotonic() - began < 5
 
 
 # ── with the results in it ───────────────────────────────────────────────────────────────────────────────────────
@@ -266,7 +262,7 @@ def test_results_that_came_along_are_kept_until_they_are_acknowledged(wire: Wire
     first = carried(wire, asked(sampler, inline_bytes=1 << 20))
     assert carried(wire, asked(sampler, inline_bytes=1 << 20)) == first, "the reply may have been lost"
     assert wire.send("retrieve_future", {"request_id": request_id}).status == 200
-    head, payloads = carried(wire, asked(sampler, 1, inline_bytes=1 << 20))
+    head, payloads = carried(wire, asked(sampler, 1, inline_bytes=1 << 20, timeout=0))
     assert (head.completions, head.cursor, payloads) == ([], 1, {})
     heard = wire.send("retrieve_future", {"request_id": request_id})
     assert heard.status == 410
@@ -309,8 +305,8 @@ def test_a_result_that_is_too_large_comes_alone_or_is_only_named(wire: Wire) -> 
     assert [completion.inline_size for completion in head.completions] == [None, None]
     assert head.cursor == 2
     request_id = head.completions[0].request_id
-    wire.post("retrieve_futures", asked(sampler, 2))
-    head, payloads = carried(wire, asked(sampler, 2, inline_bytes=0))
+    wire.post("retrieve_futures", asked(sampler, 2, timeout=0))
+    head, payloads = carried(wire, asked(sampler, 2, inline_bytes=0, timeout=0))
     assert (head.completions, payloads) == ([], {})
     assert wire.send("retrieve_future", {"request_id": request_id}).status == 200, "it was only named the last time"
 
@@ -386,7 +382,7 @@ def inside(engine: FakeEngine, data_dir: Path, body: Callable[[Inside], Any], mo
     monkeypatch.setattr("tinkex.server.app.State", Seen)
 
     async def run() -> None:
-        app = create_app(engine, data_dir, limits=Limits(poll_seconds=0.5))
+        app = create_app(engine, data_dir, limits=Limits(poll_seconds=15))
         async with app.router.lifespan_context(app):
             await body(Inside(app, made[0]))
 
@@ -429,7 +425,7 @@ def test_two_thousand_samples_leave_nothing_behind(tmp_path: Path, monkeypatch: 
             most = max(most, len(server.state.promises))
         assert (seen, cursor) == (2000, 2000)
         assert most <= 200
-        await server.send("retrieve_futures", asked(sampler, cursor, inline_bytes=0))
+        await server.send("retrieve_futures", asked(sampler, cursor, inline_bytes=0, timeout=0))
         expected = dict.fromkeys(sizes(server.state, engine), 0) | {"logs": 1, "loading": 1}
         assert sizes(server.state, engine) == expected
         finish = {"reason": {"type": "success"}, "detail": None}
@@ -447,10 +443,10 @@ def test_samples_fetched_one_by_one_make_no_log(tmp_path: Path, monkeypatch: pyt
         for number in range(50):
             receipt = await server.post("asample", sample_json(sampler, number))
             await server.post("retrieve_future", {"request_id": receipt["request_id"]})
-        await asyncio.sleep(0.05)
-        assert sizes(server.state, engine) == {
-            **dict.fromkeys(sizes(server.state, engine), 0), "promises": 50, "loading": 1,
-        }  # fmt: skip
+        expected = {**dict.fromkeys(sizes(server.state, engine), 0), "promises": 50, "loading": 1}
+        async with asyncio.timeout(20):
+            while sizes(server.state, engine) != expected:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         now = time.monotonic()
         server.state.promises._clock = lambda: now + KEEP_READ + 1
         server.state.promises.sweep()
@@ -552,11 +548,8 @@ def test_a_running_sample_can_be_cancelled(serve: Callable[..., Wire]) -> None:
         time.sleep(0.005)
     assert wire.post("cancel_future", {"request_id": request_id}) == {}
     assert wire.result(request_id) == {"error": "the request was cancelled", "category": "user"}
-    began = time.monotonic()
-    while engine.sampling():
-        assert time.monotonic() - began < 1
-        time.sleep(0.005)
-    assert ids_of(wire.post("retrieve_futures", asked(sampler, 0))) == []  # it has been read
+    wait_until(lambda: not engine.sampling())
+    assert ids_of(wire.post("retrieve_futures", asked(sampler, 0, timeout=0))) == []  # it has been read
     assert wire.post("asample", body)["request_id"] == request_id
     assert "cancelled" in wire.result(request_id)["error"]
     assert not engine.sampling()
@@ -608,12 +601,15 @@ def test_cancelling_does_not_wait_for_what_else_is_queued() -> None:
             sample = worker.sample("job", "s", request, 0)
             while not engine.sampling():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-            queued = [worker.run(time.sleep, 0.02) for _ in range(50)]
+            turns = threading.Semaphore(0)
+            queued = [worker.run(lambda: turns.acquire(timeout=20)) for _ in range(50)]
             worker.cancel("job")
+            turns.release(9)  # so many of them can be done before the sample has ended
             with pytest.raises(EngineError, match="cancelled"):
-                await sample
+                await asyncio.wait_for(sample, 20)
             assert sum(future.done() for future in queued) < 10
             assert not engine.sampling()
+            turns.release(50)
             await asyncio.gather(*queued)
             await worker.run(int)
             assert worker._cancelled == set()
@@ -681,7 +677,7 @@ def test_a_chunk_that_comes_late_is_carried_out_before_the_run_is_unloaded(wire:
 
 def test_a_number_that_never_comes_does_not_keep_a_run_loaded(serve: Callable[..., Wire]) -> None:
     engine = FakeEngine()
-    wire = serve(engine)
+    wire = serve(engine, Limits(gap_seconds=0.3))
     model = wire.model()
     second = wire.post("optim_step", step_json(model, 2))["request_id"]
     unload = wire.post("unload_model", {"model_id": model})["request_id"]
@@ -725,7 +721,7 @@ def test_a_large_result_is_announced_to_who_can_be_told(serve: Callable[..., Wir
 def test_an_announced_result_is_encoded_once(serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch) -> None:
     times = list[float]()
     watch_encoder(monkeypatch, lambda: times.append(time.monotonic()))
-    wire = serve(limits=Limits(poll_seconds=1, announced_bytes=10))
+    wire = serve(limits=Limits(poll_seconds=15, announced_bytes=10))
     sampler = sampler_of(wire)
     request_id = wire.post("asample", sample_json(sampler, 0))["request_id"]
     headers = {"Accept": codec.PROTOBUF}

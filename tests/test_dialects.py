@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import tinkex
 import tinkex.transport
 from faulty import Answer, FaultyServer, Seen, faulty_server
-from support import serving
+from support import serving, wait_until
 from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient, TrainingClient, codec, types
 from tinkex.engine.fake import FakeEngine
 
@@ -348,15 +347,18 @@ def test_all_chunks_of_a_first_call_reach_a_server_that_reads_no_protobuf(unknow
 
 def test_a_pass_that_is_refused_while_another_finds_out_is_sent_again(unknown: FaultyServer) -> None:
     """The second run's pass goes out before the first run's has shown how, and is refused after it has."""
-    refused = iter([Answer(415, {"detail": "no JSON"}), Answer(415, {"detail": "no JSON"}, delay=0.6)])
-    unknown.script(
-        "forward_backward",
-        lambda seen: next(refused) if is_protobuf(seen) else Answer(body={"request_id": "pass"}, delay=0.3),
-    )
+    clients: list[Any] = []
+
+    def is_found_out() -> bool:
+        return bool(clients and clients[0]._session.transport.is_older)
+
+    refused = iter([Answer(415, {"detail": "no JSON"}), Answer(415, {"detail": "no JSON"}, until=is_found_out)])
+    taken = Answer(body={"request_id": "pass"}, until=lambda: forms(unknown).count("protobuf") == 2)
+    unknown.script("forward_backward", lambda seen: next(refused) if is_protobuf(seen) else taken)
     with ServiceClient(base_url=unknown.base_url) as service:
-        one, two = (service.create_lora_training_client("m") for _ in range(2))
+        one, two = clients[:] = [service.create_lora_training_client("m") for _ in range(2)]
         first = one.forward_backward(DATA, "cross_entropy")
-        time.sleep(0.15)
+        wait_until(lambda: forms(unknown) == ["protobuf", "json"])
         second = two.forward_backward(DATA, "cross_entropy")
         assert first.result(10).metrics == second.result(10).metrics == {"loss:sum": 1.0}
     assert forms(unknown) == ["protobuf", "json", "protobuf", "json"]

@@ -491,7 +491,7 @@ def fetched_of(directory: Path) -> int:
 async def test_a_cancelled_download_writes_no_more(server: FaultyServer, tmp_path: Path) -> None:
     data = tar_of({"big": CONTENT})
     server.script(ARCHIVE, Answer(302, b"", {"Location": "/files/a.tar"}))
-    server.script("/files/a.tar", Answer(200, data, {"ETag": '"a"'}, pieces=8, pause=0.1))
+    server.script("/files/a.tar", Answer(200, data, {"ETag": '"a"'}, pieces=8, pause=0.3))
     loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
     def progress(done: int, total: int) -> None:

@@ -160,10 +160,10 @@ def test_a_finalizer_may_detach_while_its_thread_holds_the_lock() -> None:
 
 def test_nobody_listening_is_known_and_costs_next_to_nothing() -> None:
     assert not events.is_heard()
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(100_000):
         events.emit("x", {}, {})
-    assert time.perf_counter() - began < 1.0  # 10 µs each would be a scandal
+    assert time.thread_time() - began < 1.0  # 10 µs each would be a scandal
     events.attach("one", [events.HTTP_STOP], Heard())
     assert events.is_heard()
     assert events.is_heard(events.HTTP_STOP)

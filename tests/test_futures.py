@@ -12,14 +12,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tinkex
-from faulty import Answer, FaultyServer, faulty_server
+from faulty import Answer, FaultyServer, Seen, faulty_server
+from support import Clock, settled, wait_until
 from tinkex import codec, futures, protocol, types
 from tinkex.config import Config
 from tinkex.futures import Future, combine, retrieve, start
@@ -393,15 +394,10 @@ RESULT = Answer(body=codec.encode(LOGPROBS).data, content_type=codec.PROTOBUF)
 STEPPED = Answer(body={"metrics": {"lr:mean": 0.5}})
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def faulty() -> Iterator[FaultyServer]:
     with faulty_server() as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def _fresh(faulty: FaultyServer) -> None:
-    faulty.seen.clear()
 
 
 @pytest.fixture
@@ -415,6 +411,24 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(futures, "backoff", quick)
     return decided
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time as polls see it."""
+    made = Clock()
+    monkeypatch.setattr(futures, "time", made)
+    return made
+
+
+def taking(seconds: float, clock: Clock, answer: Answer) -> Callable[[Seen], Answer]:
+    """An answer that takes so long by that clock."""
+
+    def answered(_: Seen) -> Answer:
+        clock.ahead += seconds
+        return answer
+
+    return answered
 
 
 def poll(
@@ -550,22 +564,24 @@ def test_refusals_are_final_and_typed(
 
 
 @pytest.mark.covers("24.futures.5")
-def test_patience_with_a_broken_server_ends(faulty: FaultyServer, waits: list[float]) -> None:
+def test_patience_with_a_broken_server_ends(faulty: FaultyServer, waits: list[float], clock: Clock) -> None:
     with pytest.raises(tinkex.InternalServerError, match="broken") as caught:
-        poll(faulty, Answer(500, {"detail": "broken"}, delay=0.02), patience=0.2)
-    assert caught.value.attempts >= 3
+        poll(faulty, taking(5, clock, Answer(500, {"detail": "broken"})), patience=18)
+    assert caught.value.attempts == 4
     assert caught.value.request_id == "r1"
 
 
-def test_patience_counts_from_the_first_failure_in_a_row(faulty: FaultyServer, waits: list[float]) -> None:
+def test_patience_counts_from_the_first_failure_in_a_row(
+    faulty: FaultyServer, waits: list[float], clock: Clock
+) -> None:
     """A long wait for a slow result does not use up the patience with a fault at its end."""
-    slow = Answer(408, delay=0.05)
+    slow = taking(5, clock, Answer(408))
     fault = Answer(500)
-    assert poll(faulty, fault, *[slow] * 6, fault, slow, fault, RESULT, patience=0.2).metrics == {"loss:sum": 1.0}
+    assert poll(faulty, fault, *[slow] * 6, fault, slow, fault, RESULT, patience=20).metrics == {"loss:sum": 1.0}
 
 
-def test_waiting_for_a_slow_result_has_no_end(faulty: FaultyServer, waits: list[float]) -> None:
-    assert poll(faulty, *[Answer(408, delay=0.05)] * 6, RESULT, patience=0.1).metrics == {"loss:sum": 1.0}
+def test_waiting_for_a_slow_result_has_no_end(faulty: FaultyServer, waits: list[float], clock: Clock) -> None:
+    assert poll(faulty, *[taking(5, clock, Answer(408))] * 6, RESULT, patience=20).metrics == {"loss:sum": 1.0}
 
 
 @pytest.mark.covers("W17")
@@ -638,12 +654,10 @@ def test_futures_of_a_closed_client_end(faulty: FaultyServer) -> None:
     service = tinkex.ServiceClient(base_url=faulty.base_url)
     sampler = service.create_sampling_client(base_model="m")
     future = sampler.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams())
-    time.sleep(0.1)
+    wait_until(lambda: faulty.requests("retrieve_future"))
     service.close().result(5)
-    assert isinstance(future.exception(3), tinkex.TinkerError | RuntimeError | concurrent.futures.CancelledError)
-    count = len(faulty.requests("retrieve_future"))
-    time.sleep(0.5)
-    assert len(faulty.requests("retrieve_future")) == count
+    assert isinstance(future.exception(20), tinkex.TinkerError | RuntimeError | concurrent.futures.CancelledError)
+    settled(lambda: len(faulty.requests("retrieve_future")), 50)
     assert json.loads(faulty.requests("asample")[0].body)["seq_id"] == 0
 
 

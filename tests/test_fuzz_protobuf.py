@@ -25,7 +25,7 @@ from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, F
 FEW, MANY = 150, int(os.environ.get("FUZZ_EXAMPLES", "5000"))
 MEMORY = 100_000_000
 """Bytes that a message of a kilobyte may take, read to the last tensor."""
-SECONDS = 2.0
+SECONDS = 10.0
 
 
 def datum(length: int = 3, **inputs: Any) -> types.Datum:

@@ -17,6 +17,7 @@ import pytest
 
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
+from support import wait_until
 from tinkex import Config, HttpClient, LocalBackend, RestClient, Timeout, events, types
 from tinkex.engine.fake import FakeEngine
 from tinkex.http import EventStream
@@ -26,15 +27,10 @@ from tinkex.transforms import NOT_GIVEN, OMIT
 KEY = "tml-very-secret"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def faulty() -> Iterator[FaultyServer]:
     with faulty_server() as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def _fresh(faulty: FaultyServer) -> None:
-    faulty.seen.clear()
 
 
 @pytest.fixture
@@ -179,7 +175,7 @@ def test_retries_of_one_call_can_be_counted(
 
 
 def test_a_timeout_of_one_call(faulty: FaultyServer, http: HttpClient) -> None:
-    faulty.script("things", Answer(body={}, delay=3))
+    faulty.script("things", Answer(body={}, delay=60))
     for timeout in (0.2, Timeout(0.2), Timeout(5, read=0.2)):
         with pytest.raises(tinkex.APITimeoutError, match=r"GET things at .* within 0\.2 s"):
             http.get("things", timeout=timeout, max_retries=0).result(10)
@@ -277,31 +273,21 @@ def test_a_file_that_is_not_there_is_told_and_nothing_is_sent(
 @pytest.mark.covers("1.17.2/7")
 async def test_files_are_read_off_the_loop(faulty: FaultyServer, http: HttpClient) -> None:
     faulty.script("things", Answer(body={}))
-    readers = []
+    readers, gone_on = [], threading.Event()
 
     class Slow:
         def read(self) -> bytes:
             readers.append(threading.current_thread())
-            time.sleep(0.3)
+            assert gone_on.wait(20)
             return b"slow"
 
-    beats = 0
-
-    async def beat() -> None:
-        nonlocal beats
-        while True:
-            await asyncio.sleep(0.01)
-            beats += 1
-
-    beating = asyncio.create_task(beat())
     sending = http.post("things", files={"a": ("a", Slow())})
     faulty.script("quick", Answer(body=1))
-    began = time.monotonic()
+    while not readers:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
     assert await http.get("quick") == 1
-    assert time.monotonic() - began < 0.25  # neither this loop nor the one behind the client was held up
+    gone_on.set()  # neither this loop nor the one behind the client was held up
     await sending
-    beating.cancel()
-    assert beats > 10
     assert readers[0] is not threading.current_thread()
     assert parts(last(faulty))["a"] == ("a", b"slow")
 
@@ -463,7 +449,7 @@ def test_a_rest_client_gives_wrapped_answers_too(faulty: FaultyServer) -> None:
 
 
 def none_is_open(faulty: FaultyServer, before: int = 0) -> bool:
-    for _ in range(300):
+    for _ in range(2000):
         gc.collect()
         if faulty.open_connections <= before:
             return True
@@ -584,11 +570,11 @@ def test_a_stream_with_a_bad_status_is_an_error(faulty: FaultyServer, http: Http
 
 
 def test_an_error_that_never_ends_is_not_read_to_its_end(http: HttpClient, faulty: FaultyServer) -> None:
-    faulty.script("events", Answer(500, b"x" * 4_000_000, content_type="text/plain", pieces=40, pause=0.2))
+    faulty.script("events", Answer(500, b"x" * 4_000_000, content_type="text/plain", pieces=40, pause=2))
     began = time.monotonic()
     with pytest.raises(tinkex.InternalServerError):
         list(http.stream_get("events"))
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(
@@ -596,7 +582,7 @@ def test_an_error_that_never_ends_is_not_read_to_its_end(http: HttpClient, fault
     [
         (Answer(drop=True), tinkex.APIConnectionError),
         (Answer(body=EVENTS, content_type=SSE, cut=20), tinkex.APIConnectionError),
-        (Answer(body=EVENTS, content_type=SSE, pieces=2, pause=3), tinkex.APITimeoutError),
+        (Answer(body=EVENTS, content_type=SSE, pieces=2, pause=60), tinkex.APITimeoutError),
     ],
     ids=["dropped", "cut", "silent"],
 )
@@ -633,17 +619,12 @@ def test_leaving_a_stream_hangs_up(leave: Callable[[EventStream], None]) -> None
 
 
 def test_a_stream_that_is_left_before_its_head_has_none(faulty: FaultyServer, http: HttpClient) -> None:
-    faulty.script("events", Answer(body=EVENTS, content_type=SSE, delay=2))
+    faulty.script("events", Answer(body=EVENTS, content_type=SSE, delay=60))
     stream = http.stream_get("events")
-    while not faulty.seen:
-        time.sleep(0.01)
+    wait_until(lambda: faulty.seen)
     stream.close()
     assert list(stream) == []
-    for _ in range(100):
-        if stream.head.cancelled():
-            break
-        time.sleep(0.01)
-    assert stream.head.cancelled()
+    wait_until(stream.head.cancelled)
 
 
 async def test_a_stream_in_an_event_loop(faulty: FaultyServer, http: HttpClient) -> None:

@@ -113,11 +113,11 @@ def test_no_name_leads_out_of_the_cache(tmp_path: Path, revision: str, filename:
 @pytest.mark.covers("1.1.3/3")
 def test_a_hub_that_is_silent_is_given_up_in_time(server: FaultyServer, tmp_path: Path) -> None:
     assert inspect.signature(resolve_file).parameters["http_timeout_ms"].default == 120_000
-    server.script("/m/resolve/main/f", Answer(200, b"late", delay=5))
+    server.script("/m/resolve/main/f", Answer(200, b"late", delay=60))
     began = time.monotonic()
     with pytest.raises(tinkex.APITimeoutError, match="did not answer in time"):
         resolve_file("m", "main", "f", cache_dir=tmp_path, endpoint=server.base_url, http_timeout_ms=100)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

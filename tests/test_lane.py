@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -252,7 +251,23 @@ def test_a_step_of_training_that_breaks_loses_its_passes_and_no_more(caplog: pyt
     assert "step of training failed" in caplog.text
 
 
-def test_training_and_sampling_share_the_time() -> None:
+class Clock:
+    """The time as the scheduler sees it: it passes when a test says so."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("tinkex.server.scheduler.time", made)
+    return made
+
+
+def test_training_and_sampling_share_the_time(clock: Clock) -> None:
     """Long steps of the one do not leave the other with one short step for each."""
     engine = training_engine("a", delay=0.0)
     spent = {"train": 0, "sample": 0}
@@ -260,18 +275,18 @@ def test_training_and_sampling_share_the_time() -> None:
 
     def pass_step() -> Any:
         spent["train"] += 1
-        time.sleep(0.02)
+        clock.now += 0.02
         return inner_pass()
 
     def sample_step() -> Any:
         spent["sample"] += 1
-        time.sleep(0.002)
+        clock.now += 0.002
         return inner_step()
 
     engine.pass_step, engine.sample_step = pass_step, sample_step  # type: ignore[method-assign]
 
     async def body(worker: Worker) -> None:
-        sample = worker.sample("job", "s", request(10_000), 0)
+        sample = worker.sample("job", "s", request(1_000_000), 0)
         await asyncio.gather(*(worker.run_pass("a", str(n), start(engine, "a", str(n))) for n in range(10)))
         worker.cancel("job")
         with pytest.raises(EngineError):
@@ -282,21 +297,36 @@ def test_training_and_sampling_share_the_time() -> None:
     assert spent["sample"] > 20
 
 
-def test_work_is_taken_in_between_steps_of_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_taken_in_between_steps_of_sampling(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """A long sample does not hold up operations, and operations do not hold up a sample."""
     monkeypatch.setattr("tinkex.server.scheduler.TAKING_SECONDS", 0.01)
-    engine = sampling_engine(delay=0.001)
+    engine, steps, done = sampling_engine(delay=0.0), threading.Semaphore(0), list[int]()
+    inner_step, done_by_step = engine.sample_step, list[int]()
+
+    def sample_step() -> Any:
+        assert steps.acquire(timeout=20)
+        done_by_step.append(len(done))
+        return inner_step()
+
+    def slow() -> None:
+        clock.now += 0.015
+        done.append(1)
+
+    engine.sample_step = sample_step  # type: ignore[method-assign]
 
     async def body(worker: Worker) -> None:
         sample = worker.sample("job", "s", request(50), 0)
         for _ in range(10):
+            steps.release()
             await worker.run(int)
         assert not sample.done()
-        slow = [worker.run(time.sleep, 0.015) for _ in range(60)]
+        queued = [worker.run(slow) for _ in range(60)]
+        steps.release(100)
         await sample
-        assert not all(work.done() for work in slow)
+        await asyncio.gather(*queued)
 
     with_worker(engine, body)
+    assert done_by_step[49] < 60
 
 
 def test_samples_advance_together() -> None:

@@ -40,7 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[FakeE
 
 def eventually(condition: Callable[[], bool]) -> bool:
     """Whether something becomes true within a few seconds."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not condition() and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
@@ -145,7 +145,7 @@ def test_a_closed_backend_says_so(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(tinkex.TinkerError, match="closed"):
             call()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20
     assert engine_threads() == before
     service.close().result(10)
     with pytest.raises(tinkex.ConfigurationError, match=backend.base_url):

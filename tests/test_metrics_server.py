@@ -282,7 +282,7 @@ def test_a_server_that_is_to_stop_ends_what_it_has_begun_and_takes_nothing_new(t
             assert status == 503
             assert "shutting down" in said["detail"]
             gate.opened.set()
-            await asyncio.wait_for(draining, 5)
+            await asyncio.wait_for(draining, 20)
             status, result = await ask("retrieve_future", {"request_id": f"{model}:1"})
             assert status == 200
             assert "metrics" in result
@@ -295,7 +295,7 @@ def test_a_server_does_not_wait_for_ever_to_stop(tmp_path: Path) -> None:
         app = create_app(FakeEngine(), tmp_path, limits=Limits(drain_seconds=0.1))
         state: State = app.state.server
         state.meter.open["ada", "asample"] = 1
-        await asyncio.wait_for(state.drain(), 5)
+        await asyncio.wait_for(state.drain(), 20)
         state.store.close()
 
     asyncio.run(scenario())

@@ -17,6 +17,7 @@ import pytest
 
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
+from support import settled
 from tinkex import ServiceClient, codec, events, futures, limits, protocol, types
 from tinkex.config import Config
 from tinkex.futures import Future, await_many, await_many_async, retrieve, start
@@ -33,15 +34,10 @@ STEP = types.AdamParams(learning_rate=0.1)
 DATA = [types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def faulty() -> Iterator[FaultyServer]:
     with faulty_server() as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def _fresh(faulty: FaultyServer) -> None:
-    faulty.seen.clear()
 
 
 class Quick:
@@ -248,13 +244,20 @@ def test_the_budget_is_given_back_however_a_fetch_ends(faulty: FaultyServer, wai
 HELD = 0.15
 
 
-def held_fetches(faulty: FaultyServer, *keys: str | None) -> list[float]:
-    """When the results of one pass for each of these keys were asked for; each takes its time to come."""
+def held_fetches(faulty: FaultyServer, *keys: str | None, together: int = 1) -> list[float]:
+    """When the results of one pass for each of these keys were asked for.
+
+    Each takes its time to come, and comes when so many were asked for.
+    """
+
+    def fetches() -> list[Seen]:
+        return [seen for seen in faulty.requests("retrieve_future") if not seen.json["allow_metadata_only"]]
 
     def result(seen: Seen) -> Answer:
         if seen.json["request_id"] == "created":
             return Answer(body={"model_id": "m"})
-        return announced(1000) if seen.json["allow_metadata_only"] else Answer(**vars(PASSED) | {"delay": HELD})
+        held = {"delay": HELD, "until": lambda: len(fetches()) >= together}
+        return announced(1000) if seen.json["allow_metadata_only"] else Answer(**vars(PASSED) | held)
 
     faulty.script("client/config", Answer(body={"inflight_response_bytes_semaphore_size": 10}))
     faulty.script("retrieve_future", result)
@@ -268,8 +271,7 @@ def held_fetches(faulty: FaultyServer, *keys: str | None) -> list[float]:
     finally:
         for service in services:
             service.close().result(10)
-    found = [seen for seen in faulty.requests("retrieve_future") if not seen.json["allow_metadata_only"]]
-    return sorted(seen.when for seen in found)
+    return sorted(seen.when for seen in fetches())
 
 
 @pytest.mark.covers("C59", "24.code.9")
@@ -280,8 +282,7 @@ def test_large_results_of_one_account_are_fetched_one_after_the_other(faulty: Fa
 
 @pytest.mark.covers("C59")
 def test_accounts_do_not_hold_each_others_results_up(faulty: FaultyServer) -> None:
-    first, second = held_fetches(faulty, "tml-one", "tml-other")
-    assert second - first < HELD
+    assert len(held_fetches(faulty, "tml-one", "tml-other", together=2)) == 2
 
 
 # ── refusals without a reason ────────────────────────────────────────────────────────────────────────────────────
@@ -338,7 +339,7 @@ def test_a_402_is_an_error_after_so_long(faulty: FaultyServer, monkeypatch: pyte
     monkeypatch.setattr(limits, "BILLING_SECONDS", 0.02)
 
     def prepare(carrier: Transport) -> None:
-        carrier.billing.limit = 0.3
+        carrier.billing.limit = 1.0
 
     with pytest.raises(tinkex.BillingError, match="top up") as caught:
         poll(faulty, Answer(402, {"detail": "top up"}), prepare=prepare)
@@ -406,21 +407,19 @@ def test_no_policy_leaves_the_usual_waits(faulty: FaultyServer, waits: list[floa
     [
         Answer(408),
         Answer(body={"status": "pending"}),
-        Answer(408, delay=3),
-        Answer(body={"type": "try_again", "retry_after_ms": 3000}),
+        Answer(408, delay=60),
+        Answer(body={"type": "try_again", "retry_after_ms": 60_000}),
         Answer(402, {"detail": "top up"}),
     ],
     ids=["408", "pending", "held", "asked-to-wait", "unpaid"],
 )
 def test_a_time_limit_ends_every_kind_of_wait(faulty: FaultyServer, heard: list[Any], answer: Answer) -> None:
     began = time.monotonic()
-    with pytest.raises(tinkex.APITimeoutError, match=r"optim_step.*r1 had no result after 0\.\d s") as caught:
+    with pytest.raises(tinkex.APITimeoutError, match=r"optim_step.*r1 had no result after \d\.\d s") as caught:
         poll(faulty, answer, timeout=0.2)
-    assert 0.2 <= time.monotonic() - began < 1
+    assert 0.2 <= time.monotonic() - began < 20
     assert caught.value.request_id == "r1"
-    asked = count(faulty)
-    time.sleep(0.1)
-    assert count(faulty) == asked
+    settled(lambda: count(faulty))
     assert heard[-1][0] == events.FUTURE_TIMEOUT
 
 
@@ -439,9 +438,9 @@ def test_a_time_limit_gives_the_last_failure(
 ) -> None:
     began = time.monotonic()
     with pytest.raises(kind) as caught:
-        poll(faulty, failure, Answer(408), timeout=0.6)
+        poll(faulty, failure, Answer(408), timeout=1.0)
     assert not isinstance(caught.value, tinkex.APITimeoutError)
-    assert 0.6 <= time.monotonic() - began < 1.5
+    assert 1.0 <= time.monotonic() - began < 20
 
 
 def test_a_time_limit_covers_the_wait_for_the_budget(faulty: FaultyServer) -> None:
@@ -449,7 +448,7 @@ def test_a_time_limit_covers_the_wait_for_the_budget(faulty: FaultyServer) -> No
         carrier.response_budget = ByteBudget(-1)
 
     with pytest.raises(tinkex.APITimeoutError):
-        poll(faulty, announced(), STEPPED, timeout=0.1, prepare=prepare)
+        poll(faulty, announced(), STEPPED, timeout=0.5, prepare=prepare)
     assert count(faulty) == 1
 
 
@@ -458,7 +457,7 @@ def test_a_silent_exchange_is_not_taken_for_the_time_limit(
 ) -> None:
     monkeypatch.setattr(futures, "POLL_TIMEOUT", 0.05)
     with pytest.raises(tinkex.APITimeoutError, match=r"no answer within 0\.05 s"):
-        poll(faulty, Answer(408, delay=1), timeout=5, patience=0)
+        poll(faulty, Answer(408, delay=60), timeout=20, patience=0)
     assert [name for name, _, _ in heard] == [events.FUTURE_CONNECTION_ERROR]
 
 
@@ -480,12 +479,19 @@ def test_a_conflict_that_stays_is_given_up_soon(
     faulty: FaultyServer, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert CONFLICT_PATIENCE == 2.0
-    monkeypatch.setattr(futures, "CONFLICT_PATIENCE", 0.1)
-    began = time.monotonic()
+    looks = itertools.count()
+
+    class Clock:
+        """The time as the polls see it: a tenth of a second later at each look."""
+
+        @staticmethod
+        def monotonic() -> float:
+            return next(looks) / 10
+
+    monkeypatch.setattr(futures, "time", Clock)
     with pytest.raises(tinkex.ConflictError):
-        poll(faulty, Answer(409, {"detail": "busy"}, delay=0.02))
-    assert time.monotonic() - began < 2
-    assert count(faulty) > 2
+        poll(faulty, Answer(409, {"detail": "busy"}))
+    assert 2 < count(faulty) < 25
 
 
 @pytest.mark.covers("24.futures.9", "24.futures.1")
@@ -703,7 +709,7 @@ def check(outcomes: list[Any], waiting: list[Future[Any]]) -> None:
 @pytest.mark.covers("C62", "24.futures.11")
 def test_many_are_waited_for_in_order_whatever_becomes_of_each() -> None:
     waiting = several()
-    check(await_many(waiting, timeout=0.3), waiting)
+    check(await_many(waiting, timeout=1.0), waiting)
     assert await_many([]) == []
 
 
@@ -711,7 +717,7 @@ def test_many_are_waited_for_in_order_whatever_becomes_of_each() -> None:
 def test_many_are_waited_for_together_in_a_loop() -> None:
     async def run() -> None:
         waiting = several()
-        check(await await_many_async(waiting, timeout=0.3), waiting)
+        check(await await_many_async(waiting, timeout=1.0), waiting)
         assert await await_many_async([]) == []
 
     asyncio.run(run())
@@ -760,10 +766,7 @@ def test_a_poll_that_is_given_up_ends(faulty: FaultyServer, service: ServiceClie
     while count(faulty) < 4:
         time.sleep(0.01)
     assert future.cancel()
-    time.sleep(0.05)
-    asked = count(faulty)
-    time.sleep(0.15)
-    assert count(faulty) == asked
+    settled(lambda: count(faulty))
 
 
 def test_a_lasting_fault_is_logged_once(

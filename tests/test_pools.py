@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 import pytest
 
@@ -45,7 +45,7 @@ async def send(opened: HttpExchange, path: str, traffic: Traffic, timeout: float
 @pytest.mark.covers("C11")
 @pytest.mark.parametrize(("traffic", "most"), [("train", 16), ("session", 10), ("telemetry", 5), ("rest", 50)])
 async def test_a_class_has_so_many_connections_and_no_more(faulty: FaultyServer, traffic: Traffic, most: int) -> None:
-    faulty.script("x", Answer(body={}, delay=0.1))
+    faulty.script("x", Answer(body={}, until=lambda: len(faulty.seen) >= most, delay=0.1))
     async with exchange(faulty.base_url) as opened:
         replies = await asyncio.gather(*(send(opened, "x", traffic) for _ in range(most + 5)))
     assert {reply.status for reply in replies} == {200}
@@ -56,8 +56,8 @@ async def test_a_class_has_so_many_connections_and_no_more(faulty: FaultyServer,
 
 @pytest.mark.covers("C11")
 async def test_a_flood_of_held_polls_delays_no_heartbeat(faulty: FaultyServer) -> None:
-    faulty.script("retrieve_future", Answer(408, delay=30))
-    faulty.script("forward_backward", Answer(body={"request_id": "r"}, delay=30))
+    faulty.script("retrieve_future", Answer(408, delay=60))
+    faulty.script("forward_backward", Answer(body={"request_id": "r"}, delay=60))
     transport = Transport(Config(base_url=faulty.base_url))
     poll = types.FutureRetrieveRequest(request_id="r")
     work = types.ForwardBackwardRequest(
@@ -67,9 +67,7 @@ async def test_a_flood_of_held_polls_delays_no_heartbeat(faulty: FaultyServer) -
     held += [asyncio.create_task(transport.call(protocol.FORWARD_BACKWARD, work)) for _ in range(40)]
     while len(faulty.requests("retrieve_future")) < 200 or len(faulty.requests("forward_backward")) < 16:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    began = time.monotonic()
-    await transport.call(protocol.SESSION_HEARTBEAT, BEAT, timeout=2, patience=0)
-    assert time.monotonic() - began < 1
+    await transport.call(protocol.SESSION_HEARTBEAT, BEAT, timeout=20, patience=0)
     assert len(faulty.requests("forward_backward")) == 16
     assert faulty.connections == 200 + 16 + 1
     for task in held:
@@ -108,7 +106,7 @@ def test_twenty_calls_at_once(faulty: FaultyServer) -> None:
     together = threading.Barrier(20, timeout=10)
 
     def meet(seen: Seen) -> Answer:
-        return Answer(body={"echo": seen.json["number"]}, delay=0.05)
+        return Answer(body={"echo": seen.json["number"]}, until=lambda: len(faulty.seen) >= 20)
 
     faulty.script("x", meet)
     answers: dict[int, object] = {}
@@ -133,11 +131,11 @@ def test_twenty_calls_at_once(faulty: FaultyServer) -> None:
 @pytest.mark.covers("C12")
 @pytest.mark.parametrize("traffic", ["poll", "train"])
 async def test_large_answers_over_slow_lines_arrive(faulty: FaultyServer, traffic: Traffic) -> None:
-    faulty.script("x", Answer(body=b"x" * 1000, pieces=10, pause=0.1))
+    faulty.script("x", Answer(body=b"x" * 1000, pieces=13, pause=0.1))
     async with exchange(faulty.base_url) as opened:
         began = time.monotonic()
-        assert len((await send(opened, "x", traffic, 0.6)).body) == 1000
-        assert time.monotonic() - began > 0.8
+        assert len((await send(opened, "x", traffic, 1.0)).body) == 1000
+        assert time.monotonic() - began > 1.1
 
 
 async def test_an_ordinary_request_has_so_much_time_in_all(faulty: FaultyServer) -> None:
@@ -149,18 +147,18 @@ async def test_an_ordinary_request_has_so_much_time_in_all(faulty: FaultyServer)
 
 @pytest.mark.parametrize("traffic", ["poll", "train", "rest"])
 async def test_silence_ends_any_request(faulty: FaultyServer, traffic: Traffic) -> None:
-    faulty.script("x", Answer(body=b"x" * 1000, pieces=2, pause=3))
+    faulty.script("x", Answer(body=b"x" * 1000, pieces=2, pause=60))
+    faulty.script("y", Answer(body={}))
     async with exchange(faulty.base_url) as opened:
-        began = time.monotonic()
+        await send(opened, "y", traffic)  # there is a connection: none is waited for
         with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
             await send(opened, "x", traffic, 0.2)
-        assert time.monotonic() - began < 1
 
 
 async def test_a_wait_for_a_connection_does_not_count_for_passes(faulty: FaultyServer) -> None:
-    faulty.script("x", Answer(body={}, delay=0.2))
+    faulty.script("x", Answer(body={}, delay=0.25))
     opened = HttpExchange(faulty.base_url, pool_sizes={"train": 1})
-    replies = await asyncio.gather(*(send(opened, "x", "train", 0.6) for _ in range(5)))
+    replies = await asyncio.gather(*(send(opened, "x", "train", 1.0) for _ in range(5)))
     await opened.close()
     assert len(replies) == 5
 
@@ -171,17 +169,17 @@ async def taking(pause: float, stop_after: int) -> AsyncIterator[str]:
     gone = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        left = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-        taken = 0
-        while left and taken < stop_after:
-            piece = await reader.read(min(left, 1 << 16))
-            taken, left = taken + len(piece), left - len(piece)
-            await asyncio.sleep(pause)
-        if left:
-            await gone.wait()
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-        writer.close()
+        with closing(writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            left = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+            taken = 0
+            while left and taken < stop_after:
+                piece = await reader.read(min(left, 1 << 16))
+                taken, left = taken + len(piece), left - len(piece)
+                await asyncio.sleep(pause)
+            if left:
+                await gone.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
@@ -193,16 +191,16 @@ async def taking(pause: float, stop_after: int) -> AsyncIterator[str]:
 
 async def test_a_large_body_over_a_slow_line_is_not_cut() -> None:
     body = b"x" * (24 << 20)
-    async with taking(0.002, len(body)) as url, exchange(url) as opened:
+    async with taking(0.0045, len(body)) as url, exchange(url) as opened:
         began = time.monotonic()
-        assert (await send(opened, "x", "train", 0.5, body)).status == 200
-        assert time.monotonic() - began > 0.6
+        assert (await send(opened, "x", "train", 1.5, body)).status == 200
+        assert time.monotonic() - began > 1.6
 
 
 async def test_a_slow_answer_to_a_large_body_is_not_cut(faulty: FaultyServer) -> None:
     faulty.script("x", Answer(body=b"x" * 1000, pieces=13, pause=0.1))
     async with exchange(faulty.base_url) as opened:
-        assert len((await send(opened, "x", "train", 0.5, b"x" * 200_000)).body) == 1000
+        assert len((await send(opened, "x", "train", 1.0, b"x" * 200_000)).body) == 1000
 
 
 async def test_a_server_that_stops_taking_a_body_is_given_up() -> None:
@@ -211,13 +209,13 @@ async def test_a_server_that_stops_taking_a_body_is_given_up() -> None:
         began = time.monotonic()
         with pytest.raises(TimeoutError, match=r"no answer within 0\.3 s"):
             await send(opened, "x", "train", 0.3, body)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20
 
 
 async def test_a_stream_lasts_as_long_as_something_comes(faulty: FaultyServer) -> None:
-    faulty.script("x", Answer(body=b"x" * 1000, pieces=10, pause=0.1), Answer(body=b"x" * 1000, pieces=2, pause=3))
+    faulty.script("x", Answer(body=b"x" * 1000, pieces=13, pause=0.1), Answer(body=b"x" * 1000, pieces=2, pause=60))
     async with exchange(faulty.base_url) as opened:
-        async with opened.stream("GET", "/api/v1/x", {}, None, 0.6) as reply:
+        async with opened.stream("GET", "/api/v1/x", {}, None, 1.0) as reply:
             assert len(b"".join([chunk async for chunk in reply.chunks])) == 1000
         async with opened.stream("GET", "/api/v1/x", {}, None, 0.2) as reply:
             with pytest.raises(TimeoutError):
@@ -225,7 +223,7 @@ async def test_a_stream_lasts_as_long_as_something_comes(faulty: FaultyServer) -
 
 
 async def _until_none_is_open(faulty: FaultyServer) -> None:
-    for _ in range(200):
+    for _ in range(2000):
         if not faulty.open_connections:
             return
         await asyncio.sleep(0.01)

@@ -208,14 +208,14 @@ def test_regularizers_run_side_by_side_but_no_more_than_asked() -> None:
         return logprobs.sum(), {}
 
     assert len(execute_all([spec(meeting, name=name) for name in "abc"], [], X, max_concurrency=3)) == 3
-    running, most, lock = 0, 0, threading.Lock()
+    running, most, lock, pairs = 0, 0, threading.Lock(), threading.Barrier(2)
 
     def counted(data: Any, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.01)
+        pairs.wait(10)
         with lock:
             running -= 1
         return logprobs.sum(), {}
@@ -259,10 +259,10 @@ def test_one_that_takes_too_long_is_given_up_and_the_others_go_on() -> None:
 
     began = time.monotonic()
     with pytest.raises(RegularizerError, match="took too long") as caught:
-        execute_all([spec(), spec(stuck, name="stuck"), spec(name="c")], [], X, timeout=0.1, max_concurrency=1)
+        execute_all([spec(), spec(stuck, name="stuck"), spec(name="c")], [], X, timeout=0.5, max_concurrency=1)
     stop.set()
     assert (caught.value.kind, caught.value.name) == ("timeout", "stuck")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert execute_one(spec(), [], X, timeout=None).value == 6
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
+from support import settled, wait_until
 from tinkex import (
     APIConnectionError,
     APITimeoutError,
@@ -263,7 +265,7 @@ async def test_a_place_is_held_through_all_attempts_and_then_given_up() -> None:
     await asyncio.sleep(0)
     cancelled.cancel()
     await asyncio.gather(cancelled, return_exceptions=True)
-    await asyncio.wait_for(handler.execute(call, "third"), 1)
+    await asyncio.wait_for(handler.execute(call, "third"), 20)
 
 
 # ── when nothing comes through ───────────────────────────────────────────────────────────────────────────────────
@@ -282,12 +284,15 @@ async def test_what_is_stuck_is_given_up_with_an_error_that_says_so() -> None:
 
 @pytest.mark.parametrize("ending", ["success", "refusal"])
 async def test_nothing_is_given_up_while_anything_comes_through(ending: str) -> None:
-    handler = RetryHandler(RetryConfig(progress_timeout=0.15))
-    slow = asyncio.ensure_future(handler.execute(pause, 0.4, "slow but sure"))
+    now = 0.0
+    handler = RetryHandler(RetryConfig(progress_timeout=15), clock=lambda: now)
+    slow = asyncio.ensure_future(handler.execute(pause, 0.1, "slow but sure"))
     for _ in range(6):
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
+        now += 10
         flaky = Flaky() if ending == "success" else Flaky(BadRequestError("no", status_code=400))
         await asyncio.gather(handler.execute(flaky), return_exceptions=True)
+        handler._look()
     assert await slow == "slow but sure"
 
 
@@ -299,14 +304,19 @@ async def test_what_is_cancelled_has_not_come_through() -> None:
         await asyncio.sleep(0.04)
         other.cancel()
     with pytest.raises(APIConnectionError, match="nothing has come through"):
-        await asyncio.wait_for(stuck, 1)
+        await asyncio.wait_for(stuck, 9)
 
 
 async def test_what_began_later_is_given_up_later() -> None:
-    handler = RetryHandler(RetryConfig(progress_timeout=0.2))
+    now = 0.0
+    handler = RetryHandler(RetryConfig(progress_timeout=20), clock=lambda: now)
     first = asyncio.ensure_future(handler.execute(pause, 10))
-    await asyncio.sleep(0.15)
-    second = asyncio.ensure_future(handler.execute(pause, 0.15, "in time"))
+    await asyncio.sleep(0)
+    now = 15
+    second = asyncio.ensure_future(handler.execute(pause, 0.05, "in time"))
+    await asyncio.sleep(0)
+    now = 30
+    handler._look()
     with pytest.raises(APIConnectionError):
         await first
     assert await second == "in time"
@@ -492,19 +502,20 @@ def test_as_many_samples_are_under_way_as_both_sides_allow(
 ) -> None:
     config = RetryConfig(max_connections=wished) if wished else None
     sampler = make(config, sample_max_concurrent_requests=allowed)
-    held = Answer(body=bulk([1]).body, content_type=codec.PROTOBUF, delay=0.2)
+    gate = threading.Event()
+    held = Answer(body=bulk([1]).body, content_type=codec.PROTOBUF, until=gate.is_set)
     faulty.script("retrieve_future", held)
     futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(6)]
-    futures[0].result(10)
-    first = faulty.requests("asample")[0].when
-    assert len([seen for seen in faulty.requests("asample") if seen.when - first < 0.15]) == most
+    wait_until(lambda: len(faulty.requests("asample")) >= most)
+    assert settled(lambda: len(faulty.requests("asample"))) == most
+    gate.set()
     for future in futures:
         future.result(10)
 
 
 def test_samples_that_are_stuck_say_so(faulty: FaultyServer, make: Callable[..., SamplingClient]) -> None:
     sampler = make(RetryConfig(progress_timeout=0.2))
-    faulty.script("retrieve_future", Answer(408, {"queue_state": "active"}, delay=3))
+    faulty.script("retrieve_future", Answer(408, {"queue_state": "active"}, delay=60))
     with pytest.raises(APIConnectionError, match=r"sampling from x: nothing has come through for 0.2 s"):
         drawn(sampler)
 

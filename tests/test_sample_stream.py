@@ -7,7 +7,6 @@ import gzip
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
-from support import MODEL, serving
+from support import MODEL, serving, wait_until
 from tinkex import (
     APIConnectionError,
     APITimeoutError,
@@ -34,13 +33,6 @@ from tinkex.streams import SampleStream
 from tinkex.types.sampling import SampleStreamChunk
 
 PROMPT = ModelInput.from_ints([5, 6, 7])
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came about"
-        time.sleep(0.005)
 
 
 def gathered(chunks: list[SampleStreamChunk]) -> list[tuple[list[Any], list[Any], str | None]]:
@@ -126,9 +118,9 @@ def test_each_token_comes_before_the_next_is_drawn(start: Callable[..., Sampling
 
 def test_a_stream_longer_than_the_timeout_is_no_silence(start: Callable[..., SamplingClient]) -> None:
     """The limit is on silence, not on the whole."""
-    sampler = start(FakeEngine(step_delay=0.1))
-    chunks = list(sampler.sample_stream(PROMPT, SamplingParams(max_tokens=8, seed=1), timeout=0.5))
-    assert len(chunks) == 9
+    sampler = start(FakeEngine(step_delay=0.2))
+    chunks = list(sampler.sample_stream(PROMPT, SamplingParams(max_tokens=7, seed=1), timeout=1.2))
+    assert len(chunks) == 8
 
 
 @pytest.mark.covers("4.1/1")
@@ -152,7 +144,7 @@ def test_hanging_up_frees_the_engine(start: Callable[..., SamplingClient], how: 
                     return
 
         asyncio.run(leave())
-    eventually(lambda: not engine.sampling())
+    wait_until(lambda: not engine.sampling())
     assert all(not chunk.is_done for chunk in stream)  # what had come is still there, then it ends
 
 
@@ -195,7 +187,7 @@ def test_one_reader_at_a_time(start: Callable[..., SamplingClient]) -> None:
     found: list[SampleStreamChunk] = []
     thread = threading.Thread(target=lambda: found.extend(stream))
     thread.start()
-    eventually(lambda: stream._reader is not None)
+    wait_until(lambda: stream._reader is not None)
     with pytest.raises(RuntimeError, match="one reader at a time"):
         next(iter(stream))
     gate.step()
@@ -359,11 +351,9 @@ def test_an_event_that_makes_no_sense_is_an_error(faulty: FaultyServer, sampler:
 
 
 def test_silence_ends_a_stream(faulty: FaultyServer, sampler: SamplingClient) -> None:
-    faulty.script("stream_sample", streamed(token(1), done(1), pieces=2, pause=5))
-    began = time.monotonic()
+    faulty.script("stream_sample", streamed(token(1), done(1), pieces=2, pause=60))
     with pytest.raises(APITimeoutError, match=r"0.2 s"):
         read(sampler, timeout=0.2)
-    assert time.monotonic() - began < 3
 
 
 @pytest.mark.covers("C74")

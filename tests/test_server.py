@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from support import Wire, pass_json, sample_json, serving, step_json
+from support import Clock, Wire, pass_json, sample_json, serving, step_json, wait_until
 from tinkex import ServiceClient, codec, protobuf, types
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
@@ -51,7 +51,7 @@ class Shared:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     engine, data_dir = FakeEngine(), tmp_path_factory.mktemp("shared")
-    with serving(engine, data_dir, limits=Limits(gap_seconds=0.3, poll_seconds=0.3)) as url:
+    with serving(engine, data_dir, limits=Limits(gap_seconds=30, poll_seconds=0.3)) as url:
         yield Shared(Wire(url), engine, data_dir)
 
 
@@ -164,13 +164,13 @@ def test_requests_are_executed_by_number_not_by_arrival(wire: Wire, recorder: Re
 
 
 @pytest.mark.covers("S11")
-def test_a_gap_is_given_up_and_the_run_goes_on(wire: Wire, recorder: Recorder) -> None:
+def test_a_gap_is_given_up_and_the_run_goes_on(serve: Callable[..., Wire]) -> None:
+    recorder = Recorder()
+    wire = serve(FakeEngine(fail=recorder), limits=Limits(gap_seconds=0.3))
     model = wire.model()
-    began = time.monotonic()
     waiting = [wire.post("optim_step", step_json(model, number))["request_id"] for number in (2, 4)]
     for request_id in waiting:
         failure(wire.result(request_id), "number 1", "never arrived")
-    assert time.monotonic() - began < 3
     assert recorder.calls == ["create"]
     assert "metrics" in wire.run("optim_step", step_json(model, 5))
     failure(wire.run("optim_step", step_json(model, 1)), "number 1", "has passed", "next one is 6")
@@ -179,16 +179,25 @@ def test_a_gap_is_given_up_and_the_run_goes_on(wire: Wire, recorder: Recorder) -
 
 
 @pytest.mark.covers("S11")
-def test_a_number_that_arrives_in_time_stops_the_clock(wire: Wire) -> None:
-    model = wire.model()
-    second = wire.post("optim_step", step_json(model, 2))["request_id"]
-    time.sleep(0.2)
-    wire.post("optim_step", step_json(model, 1))
-    fourth = wire.post("optim_step", step_json(model, 4))["request_id"]
-    time.sleep(0.2)  # the first gap's time is over, the second's is not
-    wire.post("optim_step", step_json(model, 3))
-    assert "metrics" in wire.result(second)
-    assert "metrics" in wire.result(fourth)
+def test_a_number_that_arrives_in_time_stops_the_clock(serve: Callable[..., Wire]) -> None:
+    wire = serve(FakeEngine(), limits=Limits(gap_seconds=0.5))
+
+    def filled(model: str, missing: int) -> tuple[str, bool]:
+        """The request after a gap, and whether what was missing really came within its time."""
+        began = time.monotonic()
+        later = wire.post("optim_step", step_json(model, missing + 1))["request_id"]
+        time.sleep(0.3)
+        wire.post("optim_step", step_json(model, missing))
+        return later, time.monotonic() - began < 0.5
+
+    for number in range(20):
+        model = wire.model(number=number)
+        gaps = [filled(model, 1), filled(model, 3)]  # the first one's time is over before the second is filled
+        if all(in_time for _, in_time in gaps):
+            for later, _ in gaps:
+                assert "metrics" in wire.result(later)
+            return
+    pytest.fail("this machine never did two things half a second apart")
 
 
 @pytest.mark.covers("S13", "S28")
@@ -222,11 +231,9 @@ def test_a_request_that_was_refused_does_not_hold_up_the_next(wire: Wire) -> Non
     model = wire.model()
     bad = step_json(model, 1)
     bad["adam_params"]["learning_rate"] = "fast"
-    began = time.monotonic()
     heard = wire.send("optim_step", bad)
     assert heard.status == 400 or "error" in wire.result(heard.json["request_id"])
-    assert "metrics" in wire.run("optim_step", step_json(model, 2))
-    assert time.monotonic() - began < 0.25
+    assert "metrics" in wire.run("optim_step", step_json(model, 2))  # a gap would be given up, and this with it
 
 
 @pytest.mark.covers("S13")
@@ -585,7 +592,7 @@ def test_samplers_that_were_not_used_for_long_make_room(serve: Callable[..., Wir
 
 
 @pytest.mark.covers("S26")
-def test_a_poll_is_held_and_then_says_not_yet(wire: Wire, recorder: Recorder) -> None:
+def test_a_poll_is_held_and_then_says_not_yet(wire: Wire, recorder: Recorder, serve: Callable[..., Wire]) -> None:
     model = wire.model()
     gate = recorder.gates["optim_step"] = threading.Event()
     request_id = wire.post("optim_step", step_json(model, 1))["request_id"]
@@ -593,12 +600,14 @@ def test_a_poll_is_held_and_then_says_not_yet(wire: Wire, recorder: Recorder) ->
     heard = wire.send("retrieve_future", {"request_id": request_id})
     assert heard.status == 408
     assert heard.json == {"queue_state": "active"}
-    assert 0.28 < time.monotonic() - began < 2
+    assert 0.28 < time.monotonic() - began < 20
+    gate.set()
+    recorder = Recorder()
+    gate = recorder.gates["optim_step"] = threading.Event()
+    wire = serve(FakeEngine(fail=recorder), limits=Limits(poll_seconds=60))  # longer than a request may take here
+    request_id = wire.post("optim_step", step_json(wire.model(), 1))["request_id"]
     threading.Timer(0.1, gate.set).start()
-    began = time.monotonic()
-    heard = wire.send("retrieve_future", {"request_id": request_id})
-    assert heard.status == 200
-    assert time.monotonic() - began < 0.28
+    assert wire.send("retrieve_future", {"request_id": request_id}).status == 200
 
 
 @pytest.mark.covers("S27")
@@ -847,7 +856,9 @@ def test_finishing_a_session_frees_what_it_held(wire: Wire, engine: FakeEngine) 
     assert snapshot not in engine._samplers
 
 
-def test_a_waiter_is_told_when_its_session_ends(wire: Wire, recorder: Recorder) -> None:
+def test_a_waiter_is_told_when_its_session_ends(serve: Callable[..., Wire]) -> None:
+    recorder = Recorder()
+    wire = serve(FakeEngine(fail=recorder), limits=Limits(poll_seconds=60))  # longer than a request may take here
     session = wire.session()
     model = wire.model(session)
     gate = recorder.gates["optim_step"] = threading.Event()
@@ -856,21 +867,26 @@ def test_a_waiter_is_told_when_its_session_ends(wire: Wire, recorder: Recorder) 
         waiting = pool.submit(wire.send, "retrieve_future", {"request_id": request_id})
         time.sleep(0.1)
         wire.post(f"sessions/{session}/finish", {"reason": {"type": "interrupted"}})
-        failure(waiting.result(10).json, "session", "ended")
-    gate.set()
+        failure(waiting.result(20).json, "session", "ended")
+        gate.set()
 
 
 @pytest.mark.covers("S6")
 def test_a_silent_session_is_ended(serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = asyncio.sleep
+    real, clock = asyncio.sleep, Clock()
+    for module in ("state", "handlers"):
+        monkeypatch.setattr(f"tinkex.server.{module}.time", clock)
     monkeypatch.setattr("tinkex.server.handlers.asyncio.sleep", lambda seconds: real(min(seconds, 0.05)))
     engine = FakeEngine()
-    wire = serve(engine, limits=Limits(session_seconds=0.3))
+    wire = serve(engine, limits=Limits(session_seconds=60))
     silent, lively = wire.session(), wire.session()
     model = wire.model(silent)
-    for _ in range(8):
-        time.sleep(0.08)
+    for seconds in (20, 40, 60, 80):
         wire.post("session_heartbeat", {"session_id": lively})
+        clock.ahead = seconds
+    wait_until(lambda: engine._adapters == {})
+    time.sleep(0.1)
+    wire.post("session_heartbeat", {"session_id": lively})
     refusal(wire, 410, "session_heartbeat", {"session_id": silent}, "finished")
     refusal(wire, 410, "optim_step", step_json(model, 1), "session")
     assert engine._adapters == {}

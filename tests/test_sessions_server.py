@@ -17,7 +17,7 @@ from urllib.request import urlopen
 import pytest
 
 import tinkex
-from support import Heard, Wire, pass_json, sample_json, serving, step_json
+from support import Clock, Heard, Wire, pass_json, sample_json, serving, step_json
 from tinkex.engine.fake import FakeEngine
 from tinkex.rest import RestClient
 from tinkex.server.state import Limits
@@ -44,6 +44,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done every few seconds is done every few hundredths."""
     real = asyncio.sleep
     monkeypatch.setattr("tinkex.server.state.asyncio.sleep", lambda seconds: real(min(seconds, 0.03)))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time as the server sees it."""
+    made = Clock()
+    for module in ("state", "handlers"):
+        monkeypatch.setattr(f"tinkex.server.{module}.time", made)
+    return made
 
 
 def begin(wire: Wire, **fields: Any) -> str:
@@ -181,11 +190,12 @@ def test_pages_of_a_search_leave_nothing_out_and_repeat_nothing(serve: Serve, tm
 
 @pytest.mark.covers("S6")
 @pytest.mark.usefixtures("quick")
-def test_silence_frees_what_a_session_held_and_keeps_its_checkpoints(serve: Serve) -> None:
-    wire = serve(limits=Limits(session_seconds=0.3))
+def test_silence_frees_what_a_session_held_and_keeps_its_checkpoints(serve: Serve, clock: Clock) -> None:
+    wire = serve(limits=Limits(session_seconds=60))
     session = begin(wire)
     model = wire.model(session)
     path = wire.run("save_weights", {"model_id": model, "path": "a", "seq_id": 1})["path"]
+    clock.ahead = 61
     found = until(lambda: wire.post("sessions/search", {"statuses": [{"type": "cancelled"}]})["sessions"])
     assert found[0]["session_id"] == session
     assert "session_seconds" in found[0]["status"]["detail"]
@@ -199,27 +209,23 @@ def test_silence_frees_what_a_session_held_and_keeps_its_checkpoints(serve: Serv
 
 @pytest.mark.covers("S6")
 @pytest.mark.usefixtures("quick")
-def test_a_session_that_an_earlier_life_left_open_expires_too(tmp_path: Path) -> None:
+def test_a_session_that_an_earlier_life_left_open_expires_too(tmp_path: Path, clock: Clock) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         left, alive = begin(Wire(url)), begin(Wire(url))
-    with serving(FakeEngine(), tmp_path, limits=Limits(session_seconds=0.5)) as url:
+    with serving(FakeEngine(), tmp_path, limits=Limits(session_seconds=60)) as url:
         wire = Wire(url)
-
-        def expired() -> bool:
+        for seconds in (20, 40, 60, 80):
             wire.post("session_heartbeat", {"session_id": alive})
-            return wire.send("session_heartbeat", {"session_id": "x"}).status == 404 and left in find(
-                wire, statuses=[{"type": "cancelled"}]
-            )
-
-        until(expired)
-        for _ in range(8):
-            time.sleep(0.1)
-            expired()
+            clock.ahead = seconds
+        until(lambda: find(wire, statuses=[{"type": "cancelled"}]) == [left])
+        for _ in range(5):
+            time.sleep(0.05)  # it is looked at again and again
+            wire.post("session_heartbeat", {"session_id": alive})
         assert find(wire, statuses=[{"type": "active"}]) == [alive]
 
 
 def until(look: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + 20
     while not (found := look()):
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.05)

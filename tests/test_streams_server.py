@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from support import MODEL, Wire, sample_json, serving
+from support import MODEL, Wire, let_pass, sample_json, serving, wait_until
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
@@ -93,24 +93,33 @@ def assert_same_as_result(events: list[dict[str, Any]], sequences: list[dict[str
 
 @pytest.mark.covers("C76", "D07")
 def test_tokens_reach_a_socket_before_the_last_one_is_computed(serve: Callable[..., Wire]) -> None:
-    steps: list[float] = []
-    engine = FakeEngine(step_delay=0.05, fail=lambda method, _: steps.append(time.monotonic()))
-    wire = serve(engine)
+    steps = Steps()
+    wire = serve(FakeEngine(fail=steps))
+    steps.allowed.release()  # a stream begins with its first token
     reader = Reader(wire, asking(sampler_of(wire), 10))
     with closing(reader.connection):
-        steps.clear()
-        seen, text = [], []
-        for item in reader:
-            seen.append(len(steps))
-            text.append(item)
-    events = events_of(text)
-    assert len(events) == 11
-    assert seen[0] < 5
-    assert len(set(seen[:10])) > 5, "most tokens came before the next was computed"
+        stream = iter(reader)
+        text = [next(stream)]
+        for _ in range(9):  # the next one is computed when this one is here
+            steps.allowed.release()
+            text.append(next(stream))
+        text += stream
+    assert len(events_of(text)) == 11
+
+
+class Steps:
+    """Holds the engine up before each step of sampling until that is allowed."""
+
+    def __init__(self) -> None:
+        self.allowed = threading.Semaphore(0)
+
+    def __call__(self, method: str, _: str) -> None:
+        if method == "sample_step":
+            assert self.allowed.acquire(timeout=20)
 
 
 class AsgiCall:
-    """One request to the application itself; notes when each message came."""
+    """One request to the application itself; notes each message."""
 
     def __init__(self, path: str, body: Any) -> None:
         headers = [(b"content-type", b"application/json")]
@@ -123,7 +132,7 @@ class AsgiCall:
         self.scope |= {"path": f"/api/v1/{path}", "raw_path": path.encode(), "query_string": b"", "headers": headers}
         self._body: bytes | None = json.dumps(body).encode()
         self.gone = asyncio.Event()
-        self.messages: list[tuple[float, dict[str, Any]]] = []
+        self.messages: list[dict[str, Any]] = []
         self.first_token = asyncio.Event()
 
     async def receive(self) -> dict[str, Any]:
@@ -134,13 +143,13 @@ class AsgiCall:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
-        self.messages.append((time.monotonic(), message))
+        self.messages.append(message)
         if b"token_id" in message.get("body", b""):
             self.first_token.set()
 
     @property
     def body(self) -> bytes:
-        return b"".join(message.get("body", b"") for _, message in self.messages)
+        return b"".join(message.get("body", b"") for message in self.messages)
 
 
 @dataclass
@@ -172,16 +181,21 @@ def inside(engine: FakeEngine, data_dir: Path, body: Callable[[Inside], Any]) ->
 def test_tokens_come_one_by_one_in_process(tmp_path: Path) -> None:
     async def body(server: Inside) -> None:
         call = AsgiCall("stream_sample", asking(await server.sampler(), 6))
-        await server.app(call.scope, call.receive, call.send)
-        kinds = [message["type"] for _, message in call.messages]
+        running = asyncio.create_task(server.app(call.scope, call.receive, call.send))
+        for count in range(1, 7):  # the next one is computed when this one has come
+            steps.allowed.release()
+            async with asyncio.timeout(20):
+                while call.body.count(b"token_id") < count:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+        await running
+        kinds = [message["type"] for message in call.messages]
         assert kinds[0] == "http.response.start"
         assert set(kinds[1:]) == {"http.response.body"}
-        assert [message["more_body"] for _, message in call.messages[1:]] == [True] * (len(kinds) - 2) + [False]
-        times = [at for at, message in call.messages if b"token_id" in message.get("body", b"")]
-        assert 3 <= len(times) <= 6, "on a busy machine two steps may go out together"
-        assert times[-1] - times[0] > 0.1
+        assert [message["more_body"] for message in call.messages[1:]] == [True] * (len(kinds) - 2) + [False]
+        assert len([message for message in call.messages if b"token_id" in message.get("body", b"")]) == 6
 
-    inside(FakeEngine(step_delay=0.04), tmp_path, body)
+    steps = Steps()
+    inside(FakeEngine(fail=steps), tmp_path, body)
 
 
 # ── the same tokens ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -330,20 +344,11 @@ def test_the_end_of_its_session_ends_a_stream(serve: Callable[..., Wire]) -> Non
         wire.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
         events = events_of([first, *text])
     assert "session has ended" in events[-1]["error"]
-    assert 1 < len(events) < 200
+    assert 1 < len(events) < 1500
     assert not engine.sampling()
 
 
 # ── going away, and waiting ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def until(condition: Callable[[], bool], seconds: float = 5) -> float:
-    """Wait for something that must come true; how long it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds
-        time.sleep(0.005)
-    return time.monotonic() - began
 
 
 def test_a_client_that_goes_away_frees_the_engine_at_once(serve: Callable[..., Wire]) -> None:
@@ -356,7 +361,7 @@ def test_a_client_that_goes_away_frees_the_engine_at_once(serve: Callable[..., W
     assert engine.sampling()
     reader.response.close()
     reader.connection.close()
-    until(lambda: not any(":stream:" in job for job in engine._jobs), 1)
+    wait_until(lambda: not any(":stream:" in job for job in engine._jobs))
     assert len(wire.result(other)["sequences"][0]["tokens"]) == 30
     assert not engine.sampling()
 
@@ -377,7 +382,7 @@ def test_a_caller_inside_the_process_that_goes_away_frees_the_engine(tmp_path: P
                 running.cancel()
                 await asyncio.wait({running})
             assert not call.body.endswith(b"[DONE]\n\n")
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(20):
                 while engine.sampling():  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
 
@@ -399,7 +404,7 @@ def test_one_that_goes_away_before_its_turn_never_gets_one(serve: Callable[..., 
     reader = Reader(wire, asking(sampler_of(wire, session=session), 5000))
     reader.response.close()
     reader.connection.close()
-    time.sleep(0.1)  # the server must have noticed
+    let_pass(0.2)  # the server must have noticed
     gate.set()
     assert "sequences" in wire.run("asample", asking(sampler_of(wire, session=session)))
     assert len(started) == 1
@@ -430,7 +435,7 @@ def test_a_stream_does_not_hold_up_the_end_of_the_server(tmp_path: Path) -> None
         reader = Reader(wire, asking(sampler_of(wire), 100_000))
         assert "token_id" in next(iter(reader))
         began = time.monotonic()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 9
     assert not engine.sampling()
     reader.response.close()
     reader.connection.close()

@@ -85,6 +85,13 @@ def played(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what is done in the background."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 def failing(named: str) -> Callable[[str, str], None]:
     """A fault of the engine in one of its methods."""
 
@@ -336,16 +343,14 @@ def test_a_nameless_sampler_is_written_once_and_only_for_a_state(
             number = await sampler(1, 0)
             assert not written, "no state needs it yet"
             number = await steps(number)
-            await asyncio.sleep(0.1)
-            assert written == {"0": 1}
+            await until(lambda: written == {"0": 1})
             number = await steps(await steps(number))
             number = await sampler(number, 1)
             await asyncio.sleep(0.1)
             assert written == {"0": 1}, "states that come later do not write it again"
             number = await sampler(await sampler(number, 2), 3)  # beyond two, the oldest make room in memory
             await steps(number)
-            await asyncio.sleep(0.1)
-            assert written == {"0": 1, "1": 1, "2": 1, "3": 1}
+            await until(lambda: written == {"0": 1, "1": 1, "2": 1, "3": 1})
             session = model.partition(":")[0]
             ids = [await first.submit("asample", sample_json(f"{session}:sample:{name}", 0)) for name in range(4)]
             expected = [await first.result(request_id) for request_id in ids]
@@ -425,7 +430,7 @@ def test_a_server_that_stops_fails_nothing_and_leaves_a_state_behind(tmp_path: P
             await first.run("save_weights_for_sampler", {"model_id": model, "seq_id": 7, "sampling_session_seq_id": 0})
             params = {"max_tokens": 400, "seed": 3}
             drawn = await first.submit("asample", sample_json(f"{session}:sample:0", 0, sampling_params=params))
-            engine.delay = 0.1
+            engine.delay = 0.5
             later = [await first.submit("forward_backward", pass_json(model, number)) for number in range(9, 14)]
             asking = [asyncio.create_task(first.send("retrieve_future", {"request_id": i})) for i in [drawn, *later]]
             await asyncio.sleep(0.05)
@@ -450,7 +455,7 @@ def test_a_server_that_stops_does_not_wait_for_what_waits_for_a_request_that_can
         async with life(tmp_path / "a") as first:
             model = await first.model()
             await first.submit("forward_backward", pass_json(model, 2))
-            await asyncio.wait_for(first.state.drain(), 5)
+            await asyncio.wait_for(first.state.drain(), 20)
 
     played(scenario)
 

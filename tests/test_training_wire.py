@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ import torch
 
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
+from support import settled, wait_until
 from tinkex import ServiceClient, TrainingClient, codec, training, types
 
 RUN = "s:train:0"
@@ -152,13 +155,6 @@ def test_a_saved_sampler_has_no_type_as_in_the_official_client(server: Server, c
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits before a retry are short."""
     monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.01)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came about"
-        time.sleep(0.005)
 
 
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -353,13 +349,13 @@ def test_a_time_limit_is_honoured_by_every_call_and_holds_nobody_up(
     faulty: FaultyServer, server: Server, client: TrainingClient, call: str
 ) -> None:
     def held(seen: Seen) -> Answer:
-        return Answer(408, delay=2)
+        return Answer(408, delay=60)
 
     faulty.script("retrieve_future", held)
     began = time.monotonic()
     with pytest.raises(tinkex.APITimeoutError, match="had no result"):
-        CALLS[call](client, timeout=0.1).result(5)
-    assert 0.1 <= time.monotonic() - began < 1.5
+        CALLS[call](client, timeout=0.1).result(20)
+    assert 0.1 <= time.monotonic() - began < 20
     faulty.script("retrieve_future", server.result)
     assert client.optim_step(STEP).result(5).metrics == {}
 
@@ -467,11 +463,14 @@ def test_a_failed_call_of_any_kind_holds_nobody_up(
 def test_a_call_of_any_kind_given_up_while_it_waits_leaves_no_gap(
     faulty: FaultyServer, client: TrainingClient, call: str
 ) -> None:
-    faulty.script("save_weights", Answer(body={"request_id": "save_weights"}, delay=0.2))
+    gate = threading.Event()
+    faulty.script("save_weights", Answer(body={"request_id": "save_weights"}, until=gate.is_set))
     slow = client.save_state("slow")
     given_up = CALLS[call](client)
-    time.sleep(0.05)
+    wait_until(lambda: faulty.requests("save_weights"))
+    time.sleep(0.02)
     assert given_up.cancel()
+    gate.set()
     slow.result(5)
     next_step(client, faulty, 1)
     assert passes(faulty) == []
@@ -484,13 +483,18 @@ def test_a_call_of_any_kind_given_up_while_it_is_sent_still_arrives(
 ) -> None:
     """It is given up between a failed attempt and the next: that one is still made, and only then the next call's."""
     monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.1)
-    path = PATHS[call]
-    good: Any = server.take if path == "forward_backward" else Answer(body={"request_id": path})
+    path, gate = PATHS[call], threading.Event()
+
+    def good(seen: Seen) -> Answer:
+        taken = server.take(seen) if path == "forward_backward" else Answer(body={"request_id": path})
+        return dataclasses.replace(taken, until=gate.is_set)
+
     faulty.script(path, Answer(503), good)
     given_up = CALLS[call](client)
     wait_until(lambda: len(faulty.requests(path)) > 0)
     time.sleep(0.02)
     assert given_up.cancel()
+    gate.set()
     next_step(client, faulty, 1)
     refused, accepted = faulty.requests(path)[:2]
     assert accepted.body == refused.body
@@ -504,21 +508,23 @@ def test_a_call_of_any_kind_given_up_while_it_is_sent_still_arrives(
 def test_a_custom_loss_that_is_given_up_gives_up_its_turn(
     faulty: FaultyServer, server: Server, client: TrainingClient, where: str
 ) -> None:
-    began: list[int] = []
+    began, release, ended = threading.Event(), threading.Event(), threading.Event()
 
     def slow(data: list[types.Datum], logprobs: list[torch.Tensor]) -> Any:
-        began.append(1)
-        time.sleep(1.0)
+        began.set()
+        assert release.wait(20)
+        ended.set()
         return summed(data, logprobs)
 
     if where == "first pass":
-        server.results["pass1"] = Answer(408, delay=3)
+        server.results["pass1"] = Answer(408, until=release.is_set)
     custom = client.forward_backward_custom(DATA, slow)
-    wait_until(lambda: bool(began) or (where == "first pass" and server.polls("pass1") > 0))
+    wait_until(lambda: began.is_set() or (where == "first pass" and server.polls("pass1") > 0))
     assert custom.cancel()
-    since = time.monotonic()
-    next_step(client, faulty, 1)
-    assert time.monotonic() - since < 0.8
+    next_step(client, faulty, 1)  # while that still goes on
+    assert not ended.is_set()
+    release.set()
+    assert where == "first pass" or ended.wait(20)
     time.sleep(0.1)
     assert len(passes(faulty)) == 1
 
@@ -568,7 +574,11 @@ def test_chunks_go_out_together_or_one_after_the_other(
     faulty: FaultyServer, server: Server, service: ServiceClient, parallel: bool
 ) -> None:
     client = cut(server, service, parallel_fwdbwd_chunks=parallel)
-    faulty.script("forward_backward", lambda seen: Answer(body=server.take(seen).body, delay=0.1))
+
+    def all_there() -> bool:
+        return not parallel or len(faulty.requests("forward_backward")) >= 3
+
+    faulty.script("forward_backward", lambda seen: Answer(body=server.take(seen).body, until=all_there, delay=0.1))
     joined = client.forward(examples(4), "cross_entropy").result(5)
     assert [record["logprobs"].data[0] for record in joined.loss_fn_outputs] == [0.0, -1.0, -2.0, -3.0]
     numbers = [request.seq_id or 0 for request in passes(faulty)]
@@ -576,7 +586,6 @@ def test_chunks_go_out_together_or_one_after_the_other(
     if parallel:
         assert sorted(numbers[:3]) == [3, 4, 5]
         assert numbers[3] == 2
-        assert times[2] - times[0] < 0.1
         assert times[3] - times[2] >= 0.09
     else:
         assert numbers == [2, 3, 4, 5]
@@ -626,10 +635,7 @@ def test_a_failed_chunk_ends_the_waiting_for_the_later_ones(
     server.results["pass2"] = bulk(output([0.0]))
     with pytest.raises(tinkex.RequestFailedError, match="the second"):
         future.result(5)
-    asked = len(faulty.requests("retrieve_future"))
-    time.sleep(0.15)
-    assert len(faulty.requests("retrieve_future")) == asked
-    assert server.polls("pass4") > 0
+    assert settled(lambda: server.polls("pass4")) > 0
 
 
 # ── receipts ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1013,14 +1019,16 @@ def test_pointers_to_images_go_out_as_json(faulty: FaultyServer, client: Trainin
 
 @pytest.mark.covers("W06")
 def test_the_networks_loop_is_free_while_a_custom_loss_computes(client: TrainingClient) -> None:
+    began, told = threading.Event(), threading.Event()
+
     def slow(data: list[types.Datum], logprobs: list[torch.Tensor]) -> Any:
-        time.sleep(0.4)
+        began.set()
+        assert told.wait(20)
         return summed(data, logprobs)
 
     custom = client.forward_backward_custom(DATA, slow)
-    time.sleep(0.1)
-    began = time.monotonic()
+    assert began.wait(20)
     client.get_info()
-    assert time.monotonic() - began < 0.25
+    told.set()
     with contextlib.suppress(tinkex.TinkerError):
-        custom.result(5)
+        custom.result(20)

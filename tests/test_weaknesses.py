@@ -29,7 +29,7 @@ import pytest
 
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
-from support import serving
+from support import serving, wait_until
 from tinkex import AdminClient, RestClient, ServiceClient, TrainingClient, codec, protobuf, types
 from tinkex.engine.fake import FakeEngine
 
@@ -127,13 +127,6 @@ def cut_into_ones(faulty: FaultyServer) -> None:
     faulty.script("client/config", Answer(body={"fwdbwd_max_chunk_len": 1}))
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came about"
-        time.sleep(0.005)
-
-
 class Counted:
     """What reached a server of ours: every request, and which are still being answered."""
 
@@ -221,8 +214,8 @@ def test_w02_a_cancelled_or_timed_out_call_does_not_wedge_the_client(
     faulty: FaultyServer, service: ServiceClient
 ) -> None:
     """Behind a slow submission one call is given up, waits for two others run out, and the last is answered."""
-    client = service.create_lora_training_client("m")
-    faulty.script("forward_backward", Answer(body={"request_id": "pass"}, delay=0.5))
+    client, gate = service.create_lora_training_client("m"), threading.Event()
+    faulty.script("forward_backward", Answer(body={"request_id": "pass"}, until=gate.is_set))
     slow = client.forward_backward(data(1), "cross_entropy")
     timed_out, given_up, waited = (client.optim_step(STEP) for _ in range(3))
     with pytest.raises(TimeoutError):
@@ -234,6 +227,7 @@ def test_w02_a_cancelled_or_timed_out_call_does_not_wedge_the_client(
             await asyncio.wait_for(waited, 0.05)
 
     asyncio.run(impatient())
+    gate.set()
     assert client.optim_step(STEP).result(5).metrics == {}
     for future in (slow, timed_out, waited):
         future.result(5)
@@ -310,12 +304,12 @@ def test_w05_a_nameless_save_sent_again_is_the_same_request(faulty: FaultyServer
 
 @pytest.mark.covers("W06")
 def test_w06_user_code_does_not_block_the_network_loop(tmp_path: Path) -> None:
-    """While a loss function thinks for a second and a half, a sample is drawn as quickly as ever."""
+    """A loss function thinks until a sample has been drawn meanwhile."""
     began, drawn = threading.Event(), threading.Event()
 
     def thoughtful(_: list[Any], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         began.set()
-        drawn.wait(1.5)
+        assert drawn.wait(30)
         return -logprobs[0].sum(), {}
 
     with serving(FakeEngine(), tmp_path) as url, ServiceClient(base_url=url) as service:
@@ -324,8 +318,7 @@ def test_w06_user_code_does_not_block_the_network_loop(tmp_path: Path) -> None:
         sampler.sample(PROMPT, 1, PARAMS).result(5)
         future = client.forward_backward_custom(data(1), thoughtful)
         assert began.wait(20)
-        with within(1.0):
-            sampler.sample(PROMPT, 1, PARAMS).result(5)
+        sampler.sample(PROMPT, 1, PARAMS).result(20)
         drawn.set()
         assert "loss:sum" in future.result(10).metrics
 
@@ -358,19 +351,34 @@ def test_w06_large_bodies_are_not_written_on_the_network_loop(
 
 @pytest.mark.covers("W07")
 def test_w07_async_methods_do_not_block_the_callers_loop(faulty: FaultyServer) -> None:
-    """The server takes half a second for each first step; the caller's loop goes on ticking all the while."""
-    late = 0.5
-    faulty.script("client/config", Answer(body={}, delay=late))
-    faulty.script("create_session", Answer(body={"session_id": "s"}, delay=late))
-    faulty.script("create_model", Answer(body={"request_id": "created"}, delay=late))
-    faulty.script("save_weights_for_sampler", Answer(body={"request_id": "sampler"}, delay=late))
-    gaps: list[float] = []
+    """The server answers each first step when the caller's loop has ticked on since it was asked."""
+    ticks, stood_still = 0, list[str]()
+
+    def ticked_on(seen: Seen) -> Callable[[], bool]:
+        wanted, latest = ticks + 5, time.monotonic() + 10
+
+        def ticked() -> bool:
+            if ticks < wanted and time.monotonic() < latest:
+                return False
+            if ticks < wanted:
+                stood_still.append(seen.path)
+            return True
+
+        return ticked
+
+    for path, body in {
+        "client/config": {},
+        "create_session": {"session_id": "s"},
+        "create_model": {"request_id": "created"},
+        "save_weights_for_sampler": {"request_id": "sampler"},
+    }.items():
+        faulty.script(path, lambda seen, body=body: Answer(body=body, until=ticked_on(seen)))  # type: ignore[misc]
 
     async def tick() -> None:
+        nonlocal ticks
         while True:
-            before = time.monotonic()
             await asyncio.sleep(0.01)
-            gaps.append(time.monotonic() - before)
+            ticks += 1
 
     async def run() -> None:
         ticking = asyncio.create_task(tick())
@@ -384,8 +392,8 @@ def test_w07_async_methods_do_not_block_the_callers_loop(faulty: FaultyServer) -
         await service.close()
 
     asyncio.run(run())
-    assert len(gaps) > 20
-    assert max(gaps) < late * 0.8
+    assert ticks > 15
+    assert stood_still == []
 
 
 # ── errors in time ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -394,15 +402,15 @@ def test_w07_async_methods_do_not_block_the_callers_loop(faulty: FaultyServer) -
 @pytest.mark.covers("W08")
 def test_w08_errors_do_not_wait_for_telemetry(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
-    faulty.script("telemetry", Answer(500))
+    faulty.script("telemetry", Answer(500, delay=60))
     faulty.script("asample", Answer(422, {"detail": "bad prompt"}))
     service = ServiceClient(base_url=faulty.base_url, api_key=KEY)
     sampler = service.create_sampling_client(base_model="m")
-    with within(1.0), pytest.raises(tinkex.UnprocessableEntityError, match="bad prompt"):
+    with within(10), pytest.raises(tinkex.UnprocessableEntityError, match="bad prompt"):
         sampler.sample(PROMPT, 1, PARAMS).result(20)
-    with within(2.0):
+    with within(10):
         service.close().result(20)
-    with within(1.0), pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="closed"):
         sampler.sample(PROMPT, 1, PARAMS).result(20)
 
 
@@ -423,12 +431,14 @@ def test_w09_a_failing_server_is_not_polled_in_a_hot_loop(
     caplog.set_level(logging.WARNING)
     faulty.script("retrieve_future", IMPATIENT[kind])
     before = len(faulty.requests("retrieve_future"))
+    began = time.monotonic()
     future = client.optim_step(STEP)
     time.sleep(1.5)
+    wait_until(lambda: len(faulty.requests("retrieve_future")) >= before + 2)
     polls, warnings = len(faulty.requests("retrieve_future")) - before, len(caplog.records)
+    assert polls <= 8 * (time.monotonic() - began)
     faulty.script("retrieve_future", result)
     assert future.result(10).metrics == {}
-    assert 2 <= polls <= 12
     assert warnings <= 2
 
 
@@ -441,7 +451,7 @@ def test_w10_an_unreachable_server_is_named_soon(
     assert tinkex.Config.resolve(base_url=f"http://127.0.0.1:{port}").first_contact_patience <= 10
     configured(first_contact_patience=1.0)
     service = ServiceClient(base_url=f"http://127.0.0.1:{port}")
-    with within(3.0), pytest.raises(tinkex.APIConnectionError) as caught:
+    with within(20), pytest.raises(tinkex.APIConnectionError) as caught:
         service.get_server_capabilities()
     text = str(caught.value)
     assert f"127.0.0.1:{port}" in text
@@ -534,22 +544,22 @@ def test_w13_the_metrics_reducer_takes_what_comes(
 @pytest.mark.parametrize(
     "late",
     [
-        Answer(body={"supported_models": []}, delay=5),
-        Answer(body={"supported_models": []}, pieces=20, pause=0.2),
+        Answer(body={"supported_models": []}, delay=60),
+        Answer(body={"supported_models": []}, pieces=20, pause=1.5),
     ],
     ids=["silent", "trickling"],
 )
 def test_w14_configured_timeouts_are_the_real_ones(
     faulty: FaultyServer, configured: Callable[..., None], late: Answer
 ) -> None:
-    configured(timeout=0.5, max_retries=0)
+    configured(timeout=1.0, max_retries=0)
     with ServiceClient(base_url=faulty.base_url) as service:
         service.get_server_capabilities()
         faulty.script("get_server_capabilities", late)
         began = time.monotonic()
-        with pytest.raises(tinkex.APITimeoutError, match=r"get_server_capabilities.*0\.5 s"):
+        with pytest.raises(tinkex.APITimeoutError, match=r"get_server_capabilities.* 1 s"):
             service.get_server_capabilities()
-        assert 0.4 < time.monotonic() - began < 1.5
+        assert 0.9 < time.monotonic() - began < 20
 
 
 # ── lifetimes ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -603,21 +613,30 @@ def test_w16_dropped_clients_stop_their_heartbeats(faulty: FaultyServer, monkeyp
     services = [ServiceClient(base_url=faulty.base_url) for _ in range(4)]
     clients = [service.create_lora_training_client("m") for service in services]
 
-    def beating(since: float) -> set[str]:
-        return {seen.json["session_id"] for seen in faulty.requests("session_heartbeat") if seen.when > since}
+    def beats(name: str) -> int:
+        return [seen.json["session_id"] for seen in faulty.requests("session_heartbeat")].count(name)
 
-    wait_until(lambda: beating(0) == {"s0", "s1", "s2", "s3"})
+    def go_on(*names: str) -> None:
+        """A few more beats of each of these."""
+        for name in names:
+            count = beats(name)
+            wait_until(lambda name=name, count=count: beats(name) >= count + 3)  # type: ignore[misc]
+
+    wait_until(lambda: all(beats(f"s{number}") for number in range(4)))
     kept = clients[3]
     del services[1:], clients
     gc.collect()
-    dropped = time.monotonic() + 0.3
-    wait_until(lambda: time.monotonic() > dropped + 0.5)
-    assert beating(dropped) == {"s0", "s3"}
+    go_on("s0", "s3")  # what was under way has ended by then
+    dropped = beats("s1"), beats("s2")
+    go_on("s0", "s3")
+    assert (beats("s1"), beats("s2")) == dropped
     assert kept.optim_step(STEP).result(5).metrics == {}
     services[0].close().result(5)
-    closed = time.monotonic()
-    wait_until(lambda: time.monotonic() > closed + 0.4)
-    assert beating(closed) == {"s3"}  # what was closed is as silent as what was dropped
+    go_on("s3")
+    closed = beats("s0")
+    go_on("s3")
+    assert beats("s0") == closed  # what was closed is as silent as what was dropped
+    assert (beats("s1"), beats("s2")) == dropped
     del kept
     gc.collect()
 
@@ -677,10 +696,10 @@ def test_w18_errors_survive_pickling(faulty: FaultyServer, configured: Callable[
     kinds -= {type(error) for error in errors}
     errors += [kind("what", hint="do this") for kind in kinds if issubclass(kind, tinkex.TinkerError)]
     assert len(errors) > 12
-    configured(timeout=0.2, max_retries=0)
+    configured(timeout=1.0, max_retries=0)
     with ServiceClient(base_url=faulty.base_url) as service:
         service.get_server_capabilities()
-        faulty.script("get_server_capabilities", Answer(delay=2))
+        faulty.script("get_server_capabilities", Answer(delay=60))
         with pytest.raises(tinkex.APITimeoutError) as caught:
             service.get_server_capabilities()
     for error in [*errors, caught.value]:
@@ -735,7 +754,7 @@ def test_w21_nothing_is_polled_when_nobody_waits(tmp_path: Path, counted: Counte
         for future in [sampler.sample(PROMPT, 1, PARAMS) for _ in range(20)]:
             future.result(10)
         client.optim_step(STEP).result(10)
-        wait_until(lambda: not counted.polls(), 2)
+        wait_until(lambda: not counted.polls())
         counted.paths.clear()
         time.sleep(0.7)
         assert counted.polls() == []
@@ -793,7 +812,7 @@ def test_w23_a_conflict_is_given_up_soon(faulty: FaultyServer) -> None:
     path = f"training_runs/{RUN}/checkpoints/weights/a/publish"
     faulty.script(path, Answer(409, {"detail": "already public"}))
     conflict = pytest.raises(tinkex.ConflictError, match="already public")
-    with RestClient(base_url=faulty.base_url) as client, within(4.0), conflict:
+    with RestClient(base_url=faulty.base_url) as client, within(20), conflict:
         client.publish_checkpoint(PATH).result(30)
     assert len(faulty.requests(path)) <= 5
 
@@ -875,7 +894,8 @@ def test_w25_every_call_returns_a_future_for_threads_and_loops(faulty: FaultySer
 def test_w26_a_timeout_means_the_same_in_threads_and_loops(faulty: FaultyServer, service: ServiceClient) -> None:
     """Either way the call goes on, and waiting again, either way, gives its result."""
     client = service.create_lora_training_client("m")
-    faulty.script("retrieve_future", Answer(body={"metrics": {}}, delay=0.5))
+    gate = threading.Event()
+    faulty.script("retrieve_future", Answer(body={"metrics": {}}, until=gate.is_set))
     future = client.optim_step(STEP)
 
     async def impatient(limit: Callable[[], Awaitable[Any]]) -> None:
@@ -887,6 +907,7 @@ def test_w26_a_timeout_means_the_same_in_threads_and_loops(faulty: FaultyServer,
     asyncio.run(impatient(lambda: future.result_async(0.05)))
     asyncio.run(impatient(lambda: asyncio.wait_for(future, 0.05)))
     assert not future.cancelled()
+    gate.set()
 
     async def patient() -> Any:
         return await future

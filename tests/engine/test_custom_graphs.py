@@ -436,7 +436,7 @@ def test_a_hostile_graph_is_refused_quickly_and_nothing_is_computed(case: str, w
     started = time.perf_counter()
     with pytest.raises(EngineError, match=message) as caught:
         compile_graph(hostile)
-    assert time.perf_counter() - started < 2
+    assert time.perf_counter() - started < 15
     assert watched.largest == 0
     assert caught.value.category == "user"
     assert "custom loss 'bad'" in str(caught.value)
