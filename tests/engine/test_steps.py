@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -248,6 +249,35 @@ def test_when_memory_runs_out_a_step_is_halved_and_nothing_is_counted_twice(
     refusals = len(memory.refused)
     together(shared, given)
     assert len(memory.refused) == refusals, "the smaller budget stays"
+
+
+def test_a_halved_budget_grows_again_after_many_steps(
+    shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "GROW_AFTER", 4)
+    whole = shared._trainer.budget
+    memory = Memory(monkeypatch, 20)
+    together(shared, {"1": ("a", data(9, 4, 12, 9))})
+    assert shared._trainer.budget < 20
+    memory.tokens = whole
+    refusals, grown = len(memory.refused), [shared._trainer.budget]
+    while grown[-1] < whole:
+        together(shared, {"2": ("a", data(4))})
+        grown.append(shared._trainer.budget)
+    assert len(memory.refused) == refusals
+    assert len(grown) > 4, "not at once"
+    assert all(after in (before, min(whole, 2 * before)) for before, after in itertools.pairwise(grown))
+
+
+def test_after_a_fault_of_ours_nothing_is_left_of_the_passes_it_hit(
+    shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as fault:
+        fault.setattr(trainer.Trainer, "_choose", lambda self: 1 / 0)
+        ended = together(shared, {"1": ("a", data(9)), "2": ("b", data(9))})
+    assert all(isinstance(ended[job], ZeroDivisionError) for job in ("1", "2"))
+    assert not shared.passing()
+    assert isinstance(together(shared, {"3": ("a", data(9))})["3"], ForwardBackwardOutput)
 
 
 def test_a_datum_that_memory_has_no_room_for_is_named(

@@ -64,6 +64,9 @@ ROOMIER = 64
 SPARE_BEYOND = 4
 """On a CPU, which has more memory than time, a datum may be so many times as long before its layers run twice."""
 
+GROW_AFTER = 500
+"""Steps after which a budget that was halved is doubled again: what took the memory may have gone."""
+
 MOST_PIECES = 64
 """How many pieces a step takes: each costs some small products of its own."""
 
@@ -161,6 +164,7 @@ class Trainer:
     def __init__(self, budget: int, *, ahead: bool = False) -> None:
         self.budget = budget
         """How many tokens a step may take; halved when memory runs out."""
+        self._whole, self._since_halved = budget, 0
         self.ahead = ahead
         """Whether a step may be begun before the results of the one before have been read."""
         self._passes: dict[str, deque[Pass]] = {}
@@ -200,7 +204,16 @@ class Trainer:
         return dropped
 
     def step(self) -> list[PassDone]:
-        """Run a few pieces together, and return the passes that ended."""
+        """Run a few pieces together, and return the passes that ended; after a fault of ours, that is all of them."""
+        try:
+            return self._step()
+        except Exception as error:
+            logger.exception("a step of training failed; the passes under way are lost")
+            lost = [PassDone(work.job, error) for passes in self._passes.values() for work in passes]
+            self._passes, self._unread = {}, None
+            return lost
+
+    def _step(self) -> list[PassDone]:
         chosen, before, self._unread = self._choose(), self._unread, None
         if not chosen:
             return self._read(before)
@@ -211,6 +224,7 @@ class Trainer:
             if not _is_out_of_memory(error):
                 return done + self._ended(chosen, dict.fromkeys((work.job for work, _ in chosen), error))
             return done + self._ended(chosen, self._halve(chosen, error))
+        self._grow()
         if not self.ahead or self._next(None) is None:  # nothing is to be gained by waiting
             return self._read(before) + self._read(launched)
         self._unread = launched
@@ -302,13 +316,19 @@ class Trainer:
             refusal.__cause__ = error
             return {work.job: refusal}
         tokens = sum(work.size(piece) for work, piece in chosen)
-        self.budget = max(1, min(self.budget, tokens) // 2)
+        self.budget, self._since_halved = max(1, min(self.budget, tokens) // 2), 0
         logger.warning("memory ran out at %d tokens in a step; from now on it takes %d", tokens, self.budget)
         for work in works.values():
             work.begin(self.budget)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return {}
+
+    def _grow(self) -> None:
+        """After many steps under a halved budget, try twice as much."""
+        self._since_halved += 1
+        if self.budget < self._whole and self._since_halved >= GROW_AFTER:
+            self.budget, self._since_halved = min(self._whole, 2 * self.budget), 0
 
 
 def _go_together(one: Pass, other: Pass) -> bool:
