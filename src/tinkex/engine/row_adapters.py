@@ -12,6 +12,7 @@ Axes: T rows of a pass, D inputs, N outputs, R rank (times the projections that 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -46,7 +47,7 @@ class Products:
         like = model.embed_VD
         fits = like.device.type == "cpu" and like.dtype == torch.float32 and size <= most_bytes
         self._multiply = _onednn() if fits else None
-        self._threads = Threads(torch.get_num_threads())
+        self._threads = Threads(torch.get_num_threads()) if like.device.type == "cpu" else nullcontext()
         self._packed: dict[str, torch.Tensor] = {}
 
     def __call__(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
