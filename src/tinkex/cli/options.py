@@ -206,18 +206,26 @@ class Connection:
         return REST_PATIENCE if self.timeout is None else min(REST_PATIENCE, self.timeout)
 
 
+def timeout_option(function: F) -> F:
+    """Adds --timeout."""
+    told = "Milliseconds to wait for an answer.  [default: 60000]"
+    return click.option("--timeout", metavar="MS", type=click.IntRange(1), help=told)(function)
+
+
+def seconds_of(timeout: int | None) -> float | None:
+    """What --timeout says, in the unit of everything else."""
+    return None if timeout is None else timeout / 1000
+
+
 def connecting(function: F) -> F:
     """Adds --api-key, --base-url and --timeout; the command is called with a `connection`."""
 
     @click.option("--base-url", metavar="URL", help='The server; "local": this process.  [default: TINKER_BASE_URL]')
     @click.option("--api-key", metavar="KEY", help="The key (better set TINKER_API_KEY).")
-    @click.option(
-        "--timeout", metavar="MS", type=click.IntRange(1), help="Milliseconds to wait for an answer.  [default: 60000]"
-    )
+    @timeout_option
     @functools.wraps(function)
     def call(*args: Any, base_url: str | None, api_key: str | None, timeout: int | None, **named: Any) -> Any:
-        seconds = None if timeout is None else timeout / 1000
-        return function(*args, connection=Connection(api_key, base_url, seconds), **named)
+        return function(*args, connection=Connection(api_key, base_url, seconds_of(timeout)), **named)
 
     return call  # type: ignore[return-value]
 
