@@ -18,7 +18,7 @@ import click
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import tinkex
@@ -228,11 +228,11 @@ class _Bar:
 
 @contextlib.contextmanager
 def progress(console: Console, title: str, name: str) -> Iterator[_Bar]:
-    """A bar with count, time and the newest value; where there is no room for them, the count and the value."""
-    wide = console.width >= NARROW
+    """A bar with count, time left and the newest value; where there is no room for them, the count and the value."""
+    wide, left = console.width >= NARROW, TimeRemainingColumn(elapsed_when_finished=True)
     columns = (
         TextColumn("{task.description}"),
-        *((BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) if wide else (MofNCompleteColumn(),)),
+        *((BarColumn(), MofNCompleteColumn(), left) if wide else (MofNCompleteColumn(),)),
     )
     with Progress(*columns, TextColumn("{task.fields[value]}"), console=console) as shown:
         yield _Bar(shown, title, name)
