@@ -6,6 +6,27 @@ import click
 from click.shell_completion import ShellComplete, get_completion_class
 
 VARIABLE = "_TINKEX_COMPLETE"
+FISH = """\
+function _tinkex_completion
+    set -l response (env %(complete_var)s=fish_complete COMP_WORDS=(commandline -cp) COMP_CWORD=(commandline -t) tinkex)
+
+    for completion in $response
+        set -l found (string split --max 1 "," -- $completion)
+
+        switch $found[1]
+            case dir
+                __fish_complete_directories $found[2]
+            case file
+                __fish_complete_path $found[2]
+            case plain
+                echo $found[2]
+        end
+    end
+end
+
+complete --no-files --command tinkex --arguments "(_tinkex_completion)"
+"""
+"""As click's own, which cuts what it says of a command at the first comma."""
 HOW = """\b
 bash, in ~/.bashrc:
   eval "$(tinkex completion bash)"
@@ -24,7 +45,10 @@ def completion(shell: str) -> str:
 
     kind = get_completion_class(shell)
     assert kind is not None
+    made = kind(cli, {}, "tinkex", VARIABLE)
+    if shell == "fish":
+        made.source_template = FISH
     # Not bash's own method, which starts a bash to learn its version first.
-    script = ShellComplete.source(kind(cli, {}, "tinkex", VARIABLE))
+    script = ShellComplete.source(made)
     click.echo(script)
     return script

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from tinkex.cli.results import CommandError, invocation_of
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
+SUMMARY = 100
+"""The most signs of a summary that a shell shows beside a command."""
 REST_PATIENCE = 10.0
 """Seconds during which a request that fails for a passing reason is sent again: somebody sits and waits."""
 HINTS = {"pass api_key=…": "give --api-key", 'pass base_url="local"': "give --base-url local"} | {
@@ -35,7 +38,17 @@ class NoSuchCommand(click.UsageError):
 
 
 class CommandGroup(click.Group):
-    """A group that notes which command was called."""
+    """A group that notes which command was called, and completes commands with whole summaries."""
+
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete commands and options."""
+        named = [(name, self.get_command(context, name)) for name in self.list_commands(context)]
+        found = [
+            CompletionItem(name, help=command.get_short_help_str(SUMMARY))
+            for name, command in named
+            if command is not None and name.startswith(incomplete)
+        ]
+        return [*found, *click.Command.shell_complete(self, context, incomplete)]
 
     def resolve_command(
         self, context: click.Context, args: list[str]
