@@ -132,6 +132,21 @@ def test_help_and_completion_import_nothing_heavy(words: tuple[str, ...], enviro
     assert not modules & HEAVY
 
 
+@pytest.mark.parametrize("words", ["model list", "checkpoint list", "session list"])
+def test_listing_what_is_here_does_not_wait_for_torch(words: str, tmp_path: Path) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", LOADED, *words.split(), "--base-url", "local", "--json"],
+        env={**os.environ, "TINKEX_DATA_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    modules = set(shown.stdout.splitlines()[-1].split())
+    assert "tinkex.server.app" in modules
+    assert "torch" not in modules
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_is_told_how_to_complete(shell: str) -> None:
     script = run(["completion", shell]).data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import click
-from click.shell_completion import ShellComplete, get_completion_class
+from click.shell_completion import FishComplete, ShellComplete, get_completion_class
 
 VARIABLE = "_TINKEX_COMPLETE"
 FISH = """\
@@ -37,18 +37,21 @@ fish, once:
 """
 
 
+class FishScript(FishComplete):
+    """What fish is given."""
+
+    source_template = FISH
+
+
 @click.command(epilog=HOW)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> str:
     """Print a script that completes the commands and options of tinkex in your shell."""
     from tinkex.cli.main import cli
 
-    kind = get_completion_class(shell)
+    kind = FishScript if shell == "fish" else get_completion_class(shell)
     assert kind is not None
-    made = kind(cli, {}, "tinkex", VARIABLE)
-    if shell == "fish":
-        made.source_template = FISH
     # Not bash's own method, which starts a bash to learn its version first.
-    script = ShellComplete.source(made)
+    script = ShellComplete.source(kind(cli, {}, "tinkex", VARIABLE))
     click.echo(script)
     return script
