@@ -22,7 +22,7 @@ import torch
 from click.testing import CliRunner
 
 import tinkex
-from support import MODEL, Keyed, Wire, sample_json
+from support import MODEL, Keyed, Wire, listening, sample_json
 from tinkex.cli import run
 from tinkex.cli.main import cli, main
 from tinkex.server.state import Limits
@@ -260,6 +260,19 @@ def test_no_summary_of_a_command_is_cut() -> None:
         assert listed, path
         cut += [(path, line) for line in listed if line.endswith("...") or len(line) > 80]
     assert cut == []
+
+
+@pytest.mark.parametrize("words", [("train", "examples.jsonl", "--base-model", "x"), ("chat", "x"), ("demo",)])
+def test_commands_that_train_and_talk_wait_as_long_as_they_are_told(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("examples.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    with listening() as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        result = run([*words, "--base-url", url, "--api-key", "tml-x", "--timeout", "120"])
+    assert result.exit_code == 1  # without the option it would be a minute
+    assert isinstance(result.error, tinkex.APIConnectionError)
 
 
 def test_the_help_of_serve() -> None:

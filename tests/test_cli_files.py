@@ -205,6 +205,23 @@ def test_an_export_may_be_an_archive(server: FaultyServer, place: Path, name: st
     assert run([*words, "--force"]).exit_code == 0
 
 
+def test_an_export_that_is_interrupted_while_it_packs_does_not_fetch_again(
+    server: FaultyServer, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    words = ["checkpoint", "export", PATH, "-o", str(place / "it.tar")]
+    with monkeypatch.context() as patched:
+        patched.setattr(tarfile.TarFile, "addfile", interrupt)
+        assert run(words).exit_code == 130
+    (kept,) = (place / ".it.tar.export").iterdir()
+    assert kept.name.endswith(".partial")
+    assert run(words).exit_code == 0
+    assert server.requests("/f/one")[-1].headers["range"] == f"bytes={len(packed(FIRST))}-"
+    assert left_in(place) == ["it.tar"]
+
+
 def test_a_failed_export_leaves_what_was_there(
     server: FaultyServer, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

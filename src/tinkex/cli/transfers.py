@@ -29,7 +29,13 @@ TARS = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
 
 
 def fetch(
-    rest: RestClient, path: str, directory: Path | None, *, force: bool = False, resume: bool = True
+    rest: RestClient,
+    path: str,
+    directory: Path | None,
+    *,
+    force: bool = False,
+    resume: bool = True,
+    keep_archive: bool = False,
 ) -> Downloaded:
     """Download a checkpoint with a bar; what an interrupted one has fetched is used by the next."""
     from tinkex.downloads import STOP_SECONDS, DownloadError, download_async
@@ -39,7 +45,7 @@ def fetch(
 
     async def work(meter: Meter) -> Downloaded:
         try:
-            return await download_async(rest, path, directory, force, meter, resume=resume)
+            return await download_async(rest, path, directory, force, meter, resume=resume, keep_archive=keep_archive)
         finally:
             ended.set()
 
@@ -111,7 +117,7 @@ def export(
     # Beside the output: so that the end is a rename, and an interrupted download is found again.
     scratch = output.with_name(f".{output.name}.export")
     with _scratch(scratch), connection.rest() as rest:
-        fetched = fetch(rest, path, scratch, force=True).destination
+        fetched = fetch(rest, path, scratch, force=True, keep_archive=True).destination
         named = base_model or wait(rest.get_weights_info_by_tinker_path(path)).base_model
         files = _prepare(fetched, path, named)
         with transfer(f"Writing {output.name}") as meter:
@@ -127,7 +133,7 @@ def export(
 
 @contextmanager
 def _scratch(directory: Path) -> Iterator[None]:
-    """A directory to work in; it stays only when it holds a part of a download that can be continued."""
+    """A directory to work in; of it stays what was downloaded, when the next attempt can go on from there."""
     from tinkex.downloads import DownloadError
     from tinkex.errors import APIError
 
@@ -135,6 +141,11 @@ def _scratch(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         yield
     except (KeyboardInterrupt, APIError, DownloadError):
+        for made in directory.iterdir():
+            if made.is_dir() and not made.name.endswith(".partial"):
+                shutil.rmtree(made, ignore_errors=True)
+            elif made.is_file():
+                made.unlink()
         with suppress(OSError):
             directory.rmdir()  # unless there is something in it
         raise
