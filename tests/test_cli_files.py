@@ -6,8 +6,11 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import tarfile
 import threading
+import time
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -448,6 +451,26 @@ def test_a_checkpoint_that_was_replaced_meanwhile_is_fetched_whole(
     server.script("/f/one", Answer(200, packed(SECOND), {"ETag": '"another"'}))
     assert run(PUSH).exit_code == 0, capsys.readouterr().err
     assert pushing.repos["me/it"]["main"]["adapter_model.safetensors"] == SECOND["adapter_model.safetensors"]
+
+
+def test_ctrl_c_ends_a_push_that_uploads_at_once_and_keeps_what_was_fetched(
+    server: FaultyServer, pushing: Hub, tmp_path: Path
+) -> None:
+    pushing.lfs_from, pushing.stall = 10, {"/lfs/": 90.0}
+    given = {**os.environ, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "TINKER_API_KEY": "tml-x"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tinkex", *PUSH], env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while process.poll() is None and not any("/lfs/" in path for _, path in pushing.seen):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=50)
+    finally:
+        process.kill()
+    assert process.returncode == 130, told
+    assert "stopped" in told
+    assert [file.name for file in (tmp_path / "cache").rglob("archive")] == ["archive"]
 
 
 def test_without_a_token_nothing_is_fetched(
