@@ -1,4 +1,4 @@
-"""How long the command line takes for what should be instant: help, completion, the version. CPU seconds, medians.
+"""How long the command line takes for what should be instant: help, completion, lists. CPU seconds, medians.
 
 Run `python bench/cli.py [REPEATS]`. Every measurement is a fresh process with the bytecode cached.
 """
@@ -10,7 +10,9 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 
+DATA = tempfile.TemporaryDirectory(prefix="tinkex-bench-")
 START = "from tinkex.cli.main import main; main()"
 CASES: dict[str, tuple[list[str], dict[str, str]]] = {
     "python alone": ([], {}),
@@ -18,7 +20,10 @@ CASES: dict[str, tuple[list[str], dict[str, str]]] = {
     "run --help": (["run", "--help"], {}),
     "checkpoint --help": (["checkpoint", "--help"], {}),
     "serve --help": (["serve", "--help"], {}),
+    "train --help": (["train", "--help"], {}),
     "version --json": (["version", "--json"], {}),
+    "model list, here": (["model", "list", "--base-url", "local"], {}),
+    "checkpoint list, here": (["checkpoint", "list", "--base-url", "local"], {}),
     "completion bash": (["completion", "bash"], {}),
     "complete `tinkex `": ([], {"COMP_WORDS": "tinkex ", "COMP_CWORD": "1"}),
     "complete `tinkex checkpoint `": ([], {"COMP_WORDS": "tinkex checkpoint ", "COMP_CWORD": "2"}),
@@ -30,6 +35,7 @@ def cpu_seconds(words: list[str], environment: dict[str, str], *, bare: bool) ->
     """The CPU time of one process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     given = dict(os.environ) | environment
+    given["TINKEX_DATA_DIR"] = DATA.name
     if environment:
         given["_TINKEX_COMPLETE"] = "bash_complete"
     code = "pass" if bare else START

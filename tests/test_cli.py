@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,13 +16,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import click
 import pytest
 import torch
+from click.testing import CliRunner
 
 import tinkex
-from support import MODEL, Keyed, Wire, sample_json
+from support import MODEL, Keyed, Wire, listening, sample_json
 from tinkex.cli import run
-from tinkex.cli.main import main
+from tinkex.cli.main import cli, main
 from tinkex.server.state import Limits
 from tinkex.server.store import LOCAL_OWNER
 
@@ -129,6 +132,21 @@ def test_help_and_completion_import_nothing_heavy(words: tuple[str, ...], enviro
     assert not modules & HEAVY
 
 
+@pytest.mark.parametrize("words", ["model list", "checkpoint list", "session list"])
+def test_listing_what_is_here_does_not_wait_for_torch(words: str, tmp_path: Path) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", LOADED, *words.split(), "--base-url", "local", "--json"],
+        env={**os.environ, "TINKEX_DATA_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    modules = set(shown.stdout.splitlines()[-1].split())
+    assert "tinkex.server.app" in modules
+    assert "torch" not in modules
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_is_told_how_to_complete(shell: str) -> None:
     script = run(["completion", shell]).data
@@ -144,6 +162,117 @@ def test_commands_and_options_are_completed() -> None:
     assert tool(**words).stdout.splitlines() == ["plain,set-ttl"]
     words |= {"COMP_WORDS": "tinkex run list --acc", "COMP_CWORD": "3"}
     assert tool(**words).stdout.splitlines() == ["plain,--access-scope"]
+
+
+def shell(name: str, script: str, *arguments: str) -> str:
+    """What a shell prints that has our command first on its path."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    path = f"{Path(command()[0]).parent}{os.pathsep}{os.environ['PATH']}"
+    given = {**os.environ, "PATH": path, "TERM": "xterm", "COLUMNS": "120"}
+    ran = subprocess.run(
+        [found, *arguments, "-c", script],
+        env=given,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        stdin=subprocess.DEVNULL,
+    )
+    assert ran.returncode == 0, (ran.stdout, ran.stderr)
+    return ran.stdout
+
+
+def test_bash_completes() -> None:
+    assert shutil.which("bash"), "bash is everywhere"
+    script = """
+    eval "$(tinkex completion bash)"
+    complete -p tinkex
+    for line in "tinkex ch" "tinkex checkpoint set" "tinkex run list --access-scope "; do
+        IFS=' ' read -r -a COMP_WORDS <<< "$line"
+        [[ $line == *' ' ]] && COMP_WORDS+=("")
+        COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()
+        _tinkex_completion tinkex
+        echo "${COMPREPLY[@]}"
+    done
+    """
+    assert shell("bash", script, "--norc").splitlines() == [
+        "complete -o nosort -F _tinkex_completion tinkex",
+        "chat checkpoint",
+        "set-ttl",
+        "owned accessible",
+    ]
+
+
+def test_fish_completes_with_whole_summaries(tmp_path: Path) -> None:
+    (tmp_path / "examples.jsonl").touch()
+    script = f"""
+    tinkex completion fish | source
+    complete -C "tinkex ch"
+    complete -C "tinkex checkpoint set"
+    complete -C "tinkex run list --access-scope "
+    cd {tmp_path}
+    complete -C "tinkex train ex"
+    """
+    assert shell("fish", script, "--no-config").splitlines() == [
+        "chat\tTalk to a model or a checkpoint.",
+        "checkpoint\tSave, list, share, fetch and compare checkpoints.",
+        "set-ttl\tSay when a checkpoint expires.",
+        "accessible",
+        "owned",
+        "examples.jsonl",
+    ]
+
+
+def test_zsh_completes_with_whole_summaries() -> None:
+    script = r"""
+    zmodload zsh/zpty || exit 3
+    zpty z "zsh -f -i"
+    zpty -w z 'PS1="> "; autoload -Uz compinit; compinit -u -D; eval "$(tinkex completion zsh)"; print REA""DY'
+    zpty -r z out '*READY*'
+    zpty -w -n z $'tinkex ch\t\t'
+    zpty -r z out '*chat*Talk to a model*checkpoint*Save, list, share, fetch and compare checkpoints.*'
+    zpty -w -n z $'\x15tinkex checkpoint set\t'
+    zpty -r z out '*set-ttl*'
+    zpty -w -n z $'\x15tinkex run list --access-scope acc\t'
+    zpty -r z out '*accessible*'
+    zpty -d z
+    print done
+    """
+    assert shell("zsh", script, "-f") == "done\n"
+
+
+def groups(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
+    """The words that lead to every group of commands."""
+    yield path
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        if isinstance(found, click.Group):
+            yield from groups(found, *path, name)
+
+
+def test_no_summary_of_a_command_is_cut() -> None:
+    cut = []
+    for path in groups(cli):
+        shown = CliRunner().invoke(cli, [*path, "--help"], terminal_width=80)
+        listed = shown.output.partition("\nCommands:\n")[2].splitlines()
+        assert listed, path
+        cut += [(path, line) for line in listed if line.endswith("...") or len(line) > 80]
+    assert cut == []
+
+
+@pytest.mark.parametrize("words", [("train", "examples.jsonl", "--base-model", "x"), ("chat", "x"), ("demo",)])
+def test_commands_that_train_and_talk_wait_as_long_as_they_are_told(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("examples.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    with listening() as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        result = run([*words, "--base-url", url, "--api-key", "tml-x", "--timeout", "120"])
+    assert result.exit_code == 1  # without the option it would be a minute
+    assert isinstance(result.error, tinkex.APIConnectionError)
 
 
 def test_the_help_of_serve() -> None:

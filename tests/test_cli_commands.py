@@ -386,6 +386,23 @@ def test_whose_fault_a_failure_is_is_told(command: Command, faulty: FaultyServer
     assert "sampling failed (the server or the network; try again): " in shown.err
 
 
+def test_a_failure_is_told_in_the_words_of_who_called_and_not_of_the_wire(
+    command: Command, faulty: FaultyServer, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt").write_text("[1]")
+    words = ("run", "--base-model", "x", "--prompt-file", str(tmp_path / "prompt"))
+    faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
+    faulty.script("asample", Answer(body={"request_id": "r"}))
+    faulty.script("retrieve_future", Answer(body={"error": "it is too hot", "category": "user"}))
+    shown = command(*words)
+    assert shown.code == 1
+    assert "sampling failed (user error): it is too hot" in shown.err
+    faulty.script("asample", Answer(422, {"detail": "no"}))
+    refused = command(*words)
+    assert "sampling at 127.0.0.1:" in refused.err
+    assert "asample" not in shown.err + refused.err
+
+
 @pytest.mark.covers("1.16.4")
 def test_a_sample_that_takes_too_long_is_given_up(command: Command, faulty: FaultyServer, tmp_path: Path) -> None:
     (tmp_path / "prompt").write_text("[1]")

@@ -6,8 +6,11 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import tarfile
 import threading
+import time
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +21,7 @@ import pytest
 
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
-from hub import TOKEN, hub_server
+from hub import TOKEN, Hub, hub_server
 from support import assert_peft_agrees
 from tinkex.cli import run
 from tinkex.cli.diff import compare, read_tensors
@@ -205,6 +208,23 @@ def test_an_export_may_be_an_archive(server: FaultyServer, place: Path, name: st
     assert run([*words, "--force"]).exit_code == 0
 
 
+def test_an_export_that_is_interrupted_while_it_packs_does_not_fetch_again(
+    server: FaultyServer, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    words = ["checkpoint", "export", PATH, "-o", str(place / "it.tar")]
+    with monkeypatch.context() as patched:
+        patched.setattr(tarfile.TarFile, "addfile", interrupt)
+        assert run(words).exit_code == 130
+    (kept,) = (place / ".it.tar.export").iterdir()
+    assert kept.name.endswith(".partial")
+    assert run(words).exit_code == 0
+    assert server.requests("/f/one")[-1].headers["range"] == f"bytes={len(packed(FIRST))}-"
+    assert left_in(place) == ["it.tar"]
+
+
 def test_a_failed_export_leaves_what_was_there(
     server: FaultyServer, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,6 +387,90 @@ def test_an_adapter_is_pushed(
         assert hub.commits[-1]["summary"] == "hello"
         assert run([*words[:-2], "--hf-token", TOKEN, "--allow-pattern", "*.json"]).exit_code == 0
         assert capsys.readouterr().out == f"Uploaded {PATH} to me/it\nRevision: v2\nPublic: No\n"
+
+
+@pytest.fixture
+def pushing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A hub to push to, and a cache of our own."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with hub_server() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
+
+
+PUSH = ("checkpoint", "push-hf", PATH, "--repo", "me/it", "--hf-token", TOKEN)
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_push_that_was_interrupted_goes_on_with_what_it_has_fetched(
+    server: FaultyServer, pushing: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = packed({**FIRST, "more": os.urandom(8_000_000)})
+    fetched = offer(server, PATH, data, pieces=8, pause=0.2)
+    cache = tmp_path / "cache"
+    assert interrupted(cache, *PUSH).exit_code == 130
+    assert "stopped" in capsys.readouterr().err
+    assert [file.name for file in cache.rglob("*") if file.is_file()] != []
+    assert run(PUSH).exit_code == 0, capsys.readouterr().err
+    assert int(server.requests(fetched)[-1].headers["range"].removeprefix("bytes=").removesuffix("-")) > 0
+    assert pushing.repos["me/it"]["main"]["more"] == data[data.index(b"more") :][512 : 512 + 8_000_000]
+    assert left_in(cache / "tinkex" / "push") == []
+    assert f"Uploading {PATH}" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_push_that_the_hub_refused_does_not_fetch_again_what_is_still_the_same(
+    server: FaultyServer, pushing: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pushing.refuse = {"/commit/": 500}
+    assert run(PUSH).exit_code == 1
+    (kept,) = (tmp_path / "cache" / "tinkex" / "push").iterdir()
+    assert all(place.name.endswith(".partial") for place in kept.iterdir())
+    pushing.refuse = {}
+    data = packed(FIRST)
+    server.script("/f/one", Answer(416, b"", {"ETag": '"tag"', "Content-Range": f"bytes */{len(data)}"}))
+    assert run(PUSH).exit_code == 0, capsys.readouterr().err
+    asked = server.requests("/f/one")
+    assert (asked[-1].headers["range"], asked[-1].headers["if-range"]) == (f"bytes={len(data)}-", '"tag"')
+    assert "adapter_model.safetensors" in pushing.repos["me/it"]["main"]
+    assert left_in(tmp_path / "cache" / "tinkex" / "push") == []
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_checkpoint_that_was_replaced_meanwhile_is_fetched_whole(
+    server: FaultyServer, pushing: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pushing.refuse = {"/commit/": 500}
+    assert run(PUSH).exit_code == 1
+    pushing.refuse = {}
+    server.script("/f/one", Answer(200, packed(SECOND), {"ETag": '"another"'}))
+    assert run(PUSH).exit_code == 0, capsys.readouterr().err
+    assert pushing.repos["me/it"]["main"]["adapter_model.safetensors"] == SECOND["adapter_model.safetensors"]
+
+
+def test_ctrl_c_ends_a_push_that_uploads_at_once_and_keeps_what_was_fetched(
+    server: FaultyServer, pushing: Hub, tmp_path: Path
+) -> None:
+    pushing.lfs_from, pushing.stall = 10, {"/lfs/": 90.0}
+    given = {**os.environ, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "TINKER_API_KEY": "tml-x"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tinkex", *PUSH], env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while process.poll() is None and not any("/lfs/" in path for _, path in pushing.seen):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=50)
+    finally:
+        process.kill()
+    assert process.returncode == 130, told
+    assert "stopped" in told
+    assert [file.name for file in (tmp_path / "cache").rglob("archive")] == ["archive"]
 
 
 def test_without_a_token_nothing_is_fetched(

@@ -74,6 +74,20 @@ def store(data_dir: Path) -> Iterator[Store]:
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_import_says_how_far_it_is(
+    make: Make, store: Store, model_dir: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, told = make(dtype), list[tuple[int, int]]()
+    monkeypatch.setattr(imports, "PIECE", 100)
+    saved = import_adapter(store, adapter, MODEL, model_dir, progress=lambda done, total: told.append((done, total)))
+    read = (adapter / "adapter_model.safetensors").stat().st_size
+    written = load_file(saved.directory / "adapter_model.safetensors")
+    assert told == sorted(told)
+    assert told[-1] == (read + sum(4 * tensor.numel() for tensor in written.values()),) * 2
+    assert len(told) >= told[-1][0] // 100
+
+
 @pytest.mark.parametrize(
     ("options", "trains"),
     [

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import os
+import shutil
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -113,3 +114,17 @@ def test_a_segment_that_is_closed_while_its_first_write_fails_leaves_no_file_ope
         segment.write([b"x"], flush=False)
     assert segment._file is not None
     assert segment._file.closed
+
+
+def test_what_comes_for_a_journal_that_was_closed_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    async def work(opened: Open) -> None:
+        log = opened(tmp_path / "run")
+        await log.append(1, {"op": "first"})
+        coming = asyncio.ensure_future(log.append(2, {"op": "late"}))  # begins when the loop comes round
+        log.close()
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(OSError, match="its run or session has ended"):
+            await coming
+
+    committing(work)
+    assert not (tmp_path / "run").exists()

@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 
 import tinkex
-from tinkex import LocalBackend, ServiceClient, local
+from tinkex import LocalBackend, RestClient, ServiceClient, local
+from tinkex.engine import EngineError
+from tinkex.engine.config import describe
 from tinkex.engine.fake import FakeEngine
+from tinkex.engine.late import LateEngine
 from tinkex.futures import start
 from tinkex.local import AsgiExchange
 
@@ -32,7 +35,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[FakeE
         engines.append(FakeEngine())
         return engines[-1]
 
-    monkeypatch.setattr(local, "make_engine", make)
+    monkeypatch.setattr(local, "late_engine", make)
     monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path / "data"))
     yield engines
     assert local._shared == {}
@@ -116,6 +119,40 @@ def test_the_environment_can_ask_for_it(made: list[FakeEngine], monkeypatch: pyt
     monkeypatch.setenv("TINKER_BASE_URL", "local")
     with ServiceClient() as service:
         assert service.get_server_capabilities().supported_models[0].model_name == "fake"
+
+
+def test_an_engine_is_made_when_there_is_something_to_compute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[tuple[FakeEngine, str]] = []
+
+    def make(models: Any) -> FakeEngine:
+        about = [describe(name, directory) for name, directory in models.items()]
+        made.append((FakeEngine(about), threading.current_thread().name))
+        return made[-1][0]
+
+    monkeypatch.setattr(local, "make_engine", make)
+    with LocalBackend(data_dir=tmp_path) as backend:
+        with ServiceClient(base_url=backend.base_url) as service:
+            assert service.get_server_capabilities().model_names() == ["tinkex/tiny"]
+            assert RestClient(service.holder).list_user_checkpoints().result().checkpoints == []
+        assert made == []  # also not for the end of a session, when there is nothing to forget
+        with ServiceClient(base_url=backend.base_url) as service:
+            client = service.create_lora_training_client("tinkex/tiny", rank=4)
+            client.optim_step(STEP)
+            client.save_weights_and_get_sampling_client()
+    ((_, thread),) = made
+    assert thread == "tinkex-engine"  # the loop goes on while torch is imported
+
+
+def test_a_method_that_was_asked_for_early_is_the_engines_when_it_is_called() -> None:
+    engine = FakeEngine()
+    late = LateEngine({}, lambda: engine)
+    drop, create = late.drop, late.create
+    drop("a")
+    create("a", "fake", tinkex.LoraConfig(rank=4))
+    with pytest.raises(EngineError, match="already"):
+        engine.create("a", "fake", tinkex.LoraConfig(rank=4))
+    drop("a")
+    engine.create("a", "fake", tinkex.LoraConfig(rank=4))
 
 
 def test_two_backends_are_two(tmp_path: Path) -> None:

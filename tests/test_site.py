@@ -187,11 +187,11 @@ def test_a_message_that_nobody_writes_is_found_out() -> None:
     assert not is_in_the_sources("there is no loss …; loss_fn must be all of …")
 
 
-def test_the_losses_that_the_engine_has_are_in_the_wire_protocol() -> None:
+def test_the_losses_that_the_engine_has_are_in_the_guide() -> None:
     from tinkex.engine.losses import CUSTOM, LOSSES
 
-    page = (DOCS / "wire-protocol.md").read_text(encoding="utf-8")
-    table = page[page.index("### Losses") :].partition("\n## ")[0]
+    page = (DOCS / "guides" / "training-loop.md").read_text(encoding="utf-8")
+    table = page[page.index("## Losses") :].partition("\n## ")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) - {"loss_fn"} == {*LOSSES, CUSTOM}
     for name, loss in LOSSES.items():
         row = next(line for line in table.splitlines() if line.startswith(f"| `{name}` |"))

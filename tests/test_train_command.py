@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,13 +24,15 @@ from click.testing import CliRunner, Result
 from safetensors.numpy import load_file
 
 from support import MODEL, serving
-from tinkex import LocalBackend, ServiceClient, configure
+from tinkex import LocalBackend, RestClient, ServiceClient, configure
 from tinkex.chats import ChatFormat
 from tinkex.cli.main import cli
 from tinkex.cli.servers import server_url
 from tinkex.cli.svg import chart
+from tinkex.cli.train import Pruning
 from tinkex.engine import BaseModel, EngineError
 from tinkex.engine.fake import FakeEngine
+from tinkex.errors import TinkerError
 from tinkex.futures import Future
 from tinkex.supervised import Example, FineTune, Plan, RunFolder, fit, hold_out, read_examples, render
 from tinkex.tokenizers import Tokenizer, load_tokenizer
@@ -394,6 +398,150 @@ def test_the_next_batch_is_sent_before_the_result_of_the_last_is_read(chat: Chat
     assert FineTune(client, Plan(examples=2, steps=3), rows, RunFolder.create(tmp_path / "run", {}, {})).run()
     sent, read = (["pass sent", "step sent"], ["pass read", "step read"])
     assert client.log == [*sent, *sent, *read, *sent, "save sent", *read, *read, "save read"]
+
+
+# ── what is kept ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def kept(folder: str) -> list[int]:
+    return [saved["step"] for saved in json.loads((Path(folder) / "run.json").read_text())["checkpoints"]]
+
+
+def there(url: str, folder: str) -> list[str]:
+    """The training checkpoints of a folder's run that the server has."""
+    path = json.loads((Path(folder) / "run.json").read_text())["checkpoints"][-1]["path"]
+    with RestClient(base_url=url) as rest:
+        found = rest.list_checkpoints(path.split("/")[2]).result().checkpoints
+    return sorted(one.tinker_path for one in found if one.checkpoint_type == "training")
+
+
+def paths(folder: str) -> list[str]:
+    return [saved["path"] for saved in json.loads((Path(folder) / "run.json").read_text())["checkpoints"]]
+
+
+def test_a_run_keeps_its_last_checkpoints_and_deletes_the_others(
+    train: Callable[..., Result], data: Path, url: str
+) -> None:
+    result = train(data, "--steps", 9, "--batch-size", 4, "--save-every", 2, "--output", "few")
+    assert result.exit_code == 0, result.output
+    assert kept("few") == [6, 8, 9]
+    assert there(url, "few") == paths("few")
+    assert "checkpoints kept: 3 of 5 (--keep)" in result.stdout
+    Path("options.toml").write_text("keep = 1\n")
+    options = ("--steps", 9, "--batch-size", 4, "--save-every", 2, "--config", "options.toml")
+    assert train(data, *options, "--output", "one").exit_code == 0
+    assert kept("one") == [9]
+    assert there(url, "one") == paths("one")
+    for number, every in enumerate(("all", "0")):
+        assert train(data, *options, "--keep", every, "--output", f"all{number}").exit_code == 0
+        assert kept(f"all{number}") == [2, 4, 6, 8, 9]
+    wrong = train(data, "--keep", "some")
+    assert wrong.exit_code == 2
+    assert "'some' is neither a whole number nor 'all'" in wrong.stderr
+
+
+def test_the_best_checkpoint_is_kept_besides_the_last(train: Callable[..., Result], data: Path, url: str) -> None:
+    evaluated = ("--eval-split", 0.2, "--eval-every", 2, "--learning-rate", 1e-9, "--keep", 1)
+    result = train(data, "--steps", 8, "--batch-size", 4, "--save-every", 2, *evaluated, "--output", "run", "--json")
+    assert result.exit_code == 0, result.output
+    losses = {record["step"]: record["eval_loss"] for record in metrics("run") if "eval_loss" in record}
+    del losses[0]  # before there was a checkpoint
+    best = min(losses, key=lambda step: losses[step])
+    assert kept("run") == sorted({best, 8})
+    assert there(url, "run") == paths("run")
+    assert json.loads(result.stdout)["best_path"] == paths("run")[0]
+
+
+def test_the_best_of_a_folder_is_by_its_loss_and_not_by_its_age(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", {}, {})
+    for step, loss in enumerate([None, 2.0, math.nan, 1.0, 3.0, 4.0], 1):
+        folder.add_checkpoint(step, f"tinker://r/weights/{step}", loss)
+    assert folder.best == (4, "tinker://r/weights/4")
+    assert folder.surplus(1) == [f"tinker://r/weights/{step}" for step in (1, 2, 3, 5)]
+    assert folder.surplus(9) == []
+    folder.forget("tinker://r/weights/1")
+    again = RunFolder.open(tmp_path / "run")
+    assert (again.surplus(1), again.checkpoint) == (folder.surplus(1), (6, "tinker://r/weights/6"))
+
+
+def test_a_resumed_run_deletes_what_it_saved_before_it_was_broken_off(
+    train: Callable[..., Result], data: Path, engine: FakeEngine, url: str
+) -> None:
+    _at_step(engine, 5, _interrupt)
+    few = ("--steps", 12, "--batch-size", 3, "--save-every", 2)
+    assert train(data, *few, "--keep", 2, "--output", "run").exit_code == 130
+    before = paths("run")
+    assert len(before) == 2
+    resumed = train("--resume", "run", "--keep", 1)
+    assert resumed.exit_code == 0, resumed.output
+    assert kept("run") == [12]
+    with RestClient(base_url=url) as rest:
+        left = rest.list_checkpoints(before[0].split("/")[2]).result().checkpoints
+    assert left == []
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_told_of_once_and_tried_again(tmp_path: Path) -> None:
+    folder, said = RunFolder.create(tmp_path / "run", {}, {}), list[str]()
+    tried, refused = list[str](), {"1", "2"}
+
+    def delete(path: str) -> None:
+        tried.append(path)
+        if path in refused:
+            raise TinkerError("it is somebody's")
+
+    pruning = Pruning(folder, 1, delete, said.append)
+    for step in range(1, 5):
+        folder.add_checkpoint(step, str(step))
+        pruning.look()
+        pruning.look()
+        if step == 3:
+            refused.clear()
+    assert tried == ["1", "1", "1", "2", "3"]
+    assert said == ["1 was not deleted, and is left for later: it is somebody's"]
+    assert [saved["path"] for saved in folder.facts["checkpoints"]] == ["4"]
+
+
+def test_a_full_disk_of_the_server_ends_a_run_at_once_with_what_to_do(
+    train: Callable[..., Result], data: Path, engine: FakeEngine
+) -> None:
+    saves = 0
+
+    def fail(method: str, subject: str) -> None:
+        nonlocal saves
+        saves += method == "save"
+        if method == "save" and saves > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert train(data, *OPTIONS, "--output", "straight").exit_code == 0
+    engine.fail = fail
+    result = train(data, *OPTIONS, "--output", "full")
+    assert result.exit_code == 1
+    assert saves == 2
+    assert "was not saved: the server's disk is full\nsaved after step 5: tinker://" in result.stderr
+    assert "make room where the server keeps checkpoints (`tinkex checkpoint delete`), then go on" in result.stderr
+    assert "going on from the last checkpoint" not in result.stderr
+    engine.fail = lambda method, subject: None
+    assert train("--resume", "full").exit_code == 0
+    assert metrics("full") == metrics("straight")
+
+
+def test_a_full_disk_here_ends_a_run_with_what_is_noted(
+    train: Callable[..., Result], data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, written = Path.replace, 0
+
+    def replace(draft: Path, path: Path) -> Path:
+        nonlocal written
+        written += path.name == "run.json"
+        if path.name == "run.json" and written > 2:  # the first is the folder's beginning, the second a checkpoint
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(draft, path)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    result = train(data, *OPTIONS, "--output", "full")
+    assert result.exit_code == 1
+    assert "full cannot be written to: No space left on device\nsaved after step 5: tinker://" in result.stderr
+    assert kept("full") == [5]
 
 
 # ── broken off, and taken up ─────────────────────────────────────────────────────────────────────────────────────

@@ -1008,7 +1008,7 @@ def test_the_catalogue_of_endpoints(faulty: FaultyServer, name: str) -> None:
     parts = dict.fromkeys(re.findall(r"{(\w+)}", path), "a/b c")
     where = re.sub(r"{\w+}", "a%2Fb%20c", path)
     faulty.script(f"{where}?limit=1&text=a%20b%26", Answer(404, {"detail": "asked and answered"}))
-    with pytest.raises(tinkex.NotFoundError, match=f"{name} at .*asked and answered") as caught:
+    with pytest.raises(tinkex.NotFoundError, match=f"{op.title} at .*asked and answered") as caught:
         call(faulty.base_url, op, None, path=parts, query={"limit": 1, "none": None, "text": "a b&"})
     assert faulty.seen[-1].method == method
     assert caught.value.request.url == f"{faulty.base_url}/api/v1/{where}?limit=1&text=a%20b%26"

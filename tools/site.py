@@ -66,7 +66,8 @@ def commands_page() -> str:
         "",
     ]
     for name, command in commands():
-        context = click.Context(command, info_name=name)
+        # with the names that the command line has: a command remembers what it was asked about first
+        context = click.Context(command, info_name=name, help_option_names=["-h", "--help"])
         lines += [f"## {name}", "", "```text", command.get_usage(context).removeprefix("Usage: "), "```", ""]
         lines += [*_paragraphs(command.help or command.short_help or ""), ""]
         if isinstance(command, click.Group):

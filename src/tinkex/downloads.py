@@ -119,12 +119,18 @@ async def download_async(
     progress: Progress | None = None,
     *,
     resume: bool = False,
+    keep_archive: bool = False,
     limits: ArchiveLimits | None = None,
     max_retries: int = ARCHIVE_ATTEMPTS,
     retry_delay: float = ARCHIVE_RETRY_SECONDS,
 ) -> Downloaded:
-    """Like `download`; one that is cancelled has stopped writing when it is left."""
+    """Like `download`; one that is cancelled has stopped writing when it is left.
+
+    With `keep_archive`, which needs `resume`, the archive stays beside the directory: the next download of the same
+    checkpoint asks the server whether it is still the same, and does not fetch it again if it is.
+    """
     work = _Download(rest_client, tinker_path, output_dir, force, progress, resume, limits, max_retries, retry_delay)
+    work.keep_archive = keep_archive
     working = start(work.run())
     try:
         return await working
@@ -176,6 +182,7 @@ class _Download:
             )
         mark = "partial" if resume else f"partial-{secrets.token_hex(4)}"
         self._scratch = self._target.with_name(f".{self._target.name}.{mark}")
+        self.keep_archive = False
         self.ended = threading.Event()
 
     async def run(self) -> Downloaded:
@@ -189,6 +196,7 @@ class _Download:
             else:
                 await self._fetch_archive(files)
             await asyncio.to_thread(self._swap, files)
+            keep = self.keep_archive and self._can_resume()
         except DownloadError as error:
             keep = error.reason == "download_failed" and self._can_resume()
             raise
@@ -217,7 +225,7 @@ class _Download:
             )
             return answer.url
 
-        await fetch(self._rest._transport, address, archive, self._progress)
+        await fetch(self._rest._transport, address, archive, self._progress, ask_again=self.keep_archive)
         try:
             await asyncio.to_thread(extract, archive, files, self._limits)
         except (UnsafeArchiveError, tarfile.TarError, OSError, EOFError, ValueError) as error:
@@ -272,7 +280,12 @@ NOTE = ".fetch"
 
 
 async def fetch(
-    transport: Transport, address: Callable[[], Awaitable[str]], path: Path, progress: Progress | None = None
+    transport: Transport,
+    address: Callable[[], Awaitable[str]],
+    path: Path,
+    progress: Progress | None = None,
+    *,
+    ask_again: bool = False,
 ) -> None:
     """Fetch a file; one that is there in part is continued if the server still has the same.
 
@@ -281,6 +294,7 @@ async def fetch(
         address: Gives the file's address; it is asked again when one has expired.
         path: Where to put the file.
         progress: Is told how far it is.
+        ask_again: Leave a note beside the whole file, so that the next fetch asks whether the server has the same.
 
     Raises:
         DownloadError: It did not arrive, or not whole.
@@ -296,7 +310,7 @@ async def fetch(
         except (ConnectionError, TimeoutError) as error:
             status, why = 0, str(error) or type(error).__name__
         if status == 200:
-            await asyncio.to_thread(part.check)
+            await asyncio.to_thread(part.check, ask_again)
             return
         if status in (401, 403, 410):  # its time is over, or it never was good
             failures += 1
@@ -397,7 +411,7 @@ class _Part:
         self._note.write_text(json.dumps(facts))
         self.path.touch()
 
-    def check(self) -> None:
+    def check(self, ask_again: bool) -> None:
         """Compare the whole file with the checksum that the server gave, if it gave one."""
         expected = self._facts.get("sha256")
         if expected is not None:
@@ -409,7 +423,8 @@ class _Part:
                 self.path.unlink()
                 self._note.unlink(missing_ok=True)
                 raise DownloadError(f"{self.path.name} arrived damaged: its checksum is another", "download_failed")
-        self._note.unlink(missing_ok=True)
+        if not ask_again:
+            self._note.unlink(missing_ok=True)
 
 
 def _facts(headers: Mapping[str, str], total: int | None) -> dict[str, Any]:

@@ -329,7 +329,7 @@ class _Poll:
                 if not metadata_only:
                     raise self._told(
                         APIResponseValidationError(
-                            f"{self.op.name} at {self.transport.place}: the size of the result of {self.request_id} "
+                            f"{self.op.title} at {self.transport.place}: the size of the result of {self.request_id} "
                             "was announced a second time instead of the result"
                         )
                     )
@@ -399,7 +399,7 @@ class _Poll:
         """What is raised at the end of the time: the failure that stood in the way, if one did."""
         waited = time.monotonic() - self.started
         error = self.last_failure or APITimeoutError(
-            f"{self.op.name} at {self.transport.place}: request {self.request_id} had no result after {waited:.1f} s",
+            f"{self.op.title} at {self.transport.place}: request {self.request_id} had no result after {waited:.1f} s",
             request_id=self.request_id,
             hint="the server carries it out all the same",
         )
@@ -539,7 +539,7 @@ def failure_of(transport: Transport, op: Operation, envelope: Mapping[str, Any],
     text = transport.without_keys(str((inner.get("message") or inner.get("error")) if inner else told or ""))
     category = RequestErrorCategory.parse(inner.get("category") or envelope.get("category"))
     return RequestFailedError(
-        f"{op.name} failed ({category.value} error): {text or 'the server gives no reason'}",
+        f"{op.title} failed ({category.value} error): {text or 'the server gives no reason'}",
         request_id=request_id,
         category=category,
     )

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import importlib
 import json
 import logging
+import os
 import re
+import secrets
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +41,8 @@ T = TypeVar("T")
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CONFIG, COMPLETE, CARD = "adapter_config.json", "checkpoint_complete", "README.md"
 SHOWN_BYTES = 500
+KEPT_SECONDS = 7 * 86400.0
+"""How long what a broken-off push has fetched is kept for the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,8 @@ async def push_checkpoint_adapter_async(
     endpoint: str | None = None,
     http_timeout_ms: int = HTTP_TIMEOUT_MS,
     progress: Progress | None = None,
+    uploading: Callable[[], object] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> Pushed:
     """Put a checkpoint's adapter on the hub.
 
@@ -99,6 +108,9 @@ async def push_checkpoint_adapter_async(
         endpoint: The hub's address; HF_ENDPOINT by default.
         http_timeout_ms: How long the hub may be silent.
         progress: Is told how far the download of the checkpoint is.
+        uploading: Is called when the checkpoint is here, and its upload begins.
+        cache_dir: Where to keep what was fetched when the push fails or is stopped: the next push of the checkpoint
+            goes on from there, and one that succeeds removes it. By default nothing is kept.
 
     Returns:
         Where it is now.
@@ -124,11 +136,15 @@ async def push_checkpoint_adapter_async(
     hub = _Hub(resolve_token(hf_token=hf_token), endpoint_of(endpoint), http_timeout_ms)
     user = await asyncio.to_thread(hub.user)
     info = await rest_client.get_weights_info_by_tinker_path_async(tinker_path)
-    with tempfile.TemporaryDirectory(prefix="tinkex-push-") as scratch:
+    with _workplace(cache_dir, f"{rest_client._transport.config.base_url} {tinker_path}") as scratch:
+        keep = cache_dir is not None
         try:
-            directory = (await download_async(rest_client, tinker_path, scratch, progress=progress)).destination
+            fetched = await download_async(
+                rest_client, tinker_path, scratch, force=keep, progress=progress, resume=keep, keep_archive=keep
+            )
         except DownloadError as error:
             raise HubError(error.message) from error
+        directory = fetched.destination
         await asyncio.to_thread(_prepare, directory, info)
         repo, branch = _destination(repo_id, revision, info.base_model, parsed)
         if add_model_card and not (directory / CARD).exists():
@@ -140,8 +156,41 @@ async def push_checkpoint_adapter_async(
             raise HubError("no file is left to upload: the patterns leave all of them out")
         full = repo if "/" in repo else f"{user}/{repo}"
         upload = _Upload(full, branch, public, message, create_pr, tinker_path, directory, files)
+        if uploading is not None:
+            uploading()
         found = await asyncio.to_thread(hub.push, upload)
     return Pushed(found, branch, public)
+
+
+@contextlib.contextmanager
+def _workplace(cache_dir: str | os.PathLike[str] | None, what: str) -> Iterator[Path]:
+    """A directory to work in. In a cache, a push takes over what one before it has left, and leaves what it has."""
+    if cache_dir is None:
+        with tempfile.TemporaryDirectory(prefix="tinkex-push-") as scratch:
+            yield Path(scratch)
+        return
+    root, key = Path(cache_dir), hashlib.sha256(what.encode()).hexdigest()[:16]
+    root.mkdir(parents=True, exist_ok=True)
+    for left in root.iterdir():
+        with contextlib.suppress(OSError):  # another push may have taken it
+            if time.time() - left.stat().st_mtime > KEPT_SECONDS:
+                shutil.rmtree(left)
+    kept, own = root / key, root / f"{key}.{secrets.token_hex(4)}"
+    with contextlib.suppress(OSError):
+        kept.rename(own)  # of several pushes at once, one has it
+    own.mkdir(exist_ok=True)
+    try:
+        yield own
+    except BaseException:
+        for made in own.iterdir():
+            if not made.name.endswith(".partial"):
+                shutil.rmtree(made, ignore_errors=True)
+        if any(own.iterdir()):
+            with contextlib.suppress(OSError):
+                own.rename(kept)
+        shutil.rmtree(own, ignore_errors=True)  # empty, or another push has left the same
+        raise
+    shutil.rmtree(own, ignore_errors=True)
 
 
 # ── the hub ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from urllib.parse import unquote
 
 from tinkex.config import LOCAL
@@ -152,6 +152,26 @@ def make_engine(
 
     kinds = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
     return TorchEngine(resolve_models(models), device=picked, dtype=kinds[dtype])
+
+
+def late_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
+    """What `make_engine` makes, made when there is something to compute: torch takes seconds to import.
+
+    Args:
+        models: Directories or hub ids by model name; the bundled model by default.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ConfigurationError: The `local` extra is not installed.
+        EngineError: One of the models cannot be used.
+    """
+    require_packages()
+    from tinkex.engine.late import LateEngine
+
+    found = resolve_models(models)
+    return cast("Engine", LateEngine(found, lambda: make_engine(found)))
 
 
 def publish_tokenizers(engine: Engine) -> None:
@@ -401,7 +421,7 @@ class LocalBackend:
             return self._exchange
 
     def _build(self) -> Any:
-        engine = self._engine or make_engine(self._models)
+        engine = self._engine or late_engine(self._models)
         publish_tokenizers(engine)
         import sqlite3
 

@@ -104,6 +104,14 @@ class Operation:
     request_type: str = ""
     """The name a poller gives the operation in X-Tinker-Request-Type."""
 
+    @property
+    def title(self) -> str:
+        """What messages call it: the client's word, where the wire has one that nobody has called."""
+        return TITLES.get(self.name, self.name)
+
+
+TITLES = {"asample": "sampling", "stream_sample": "sampling"}
+
 
 def _future(
     name: str, request: type[Any], result: type[Any], request_type: str, traffic: Traffic = "train"

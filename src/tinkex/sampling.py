@@ -327,7 +327,7 @@ class SamplingClient:
             if isinstance(error, TinkerError):
                 raise
             raise APITimeoutError(
-                f"asample at {self._session.transport.place}: no samples within {timeout:g} s"
+                f"sampling at {self._session.transport.place}: no samples within {timeout:g} s"
             ) from None
 
     def _tracker(self, observer: Observer | None) -> QueueStateTracker:
@@ -515,11 +515,11 @@ class SamplingClient:
             if isinstance(error, TinkerError):
                 raise
             raise APIResponseValidationError(
-                f"{op.name} at {transport.place}: an event is malformed: {error}"
+                f"{op.title} at {transport.place}: an event is malformed: {error}"
             ) from error
         if open_samples > 0:
             raise APIConnectionError(
-                f"{op.name} at {transport.place}: the stream ended before {open_samples} of its samples did"
+                f"{op.title} at {transport.place}: the stream ended before {open_samples} of its samples did"
             )
 
     async def sample_async(

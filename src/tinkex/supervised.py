@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -359,9 +360,34 @@ class RunFolder:
         saved = self.facts["checkpoints"]
         return (int(saved[-1]["step"]), str(saved[-1]["path"])) if saved else None
 
-    def add_checkpoint(self, step: int, path: str) -> None:
-        """Note a checkpoint."""
-        self.facts["checkpoints"].append({"step": step, "path": path})
+    @property
+    def best(self) -> tuple[int, str] | None:
+        """Of the checkpoints that were evaluated when they were saved, the one with the lowest held-out loss."""
+        scored = [saved for saved in self.facts["checkpoints"] if math.isfinite(saved.get("eval_loss", math.nan))]
+        best = min(scored, key=lambda saved: float(saved["eval_loss"]), default=None)
+        return (int(best["step"]), str(best["path"])) if best else None
+
+    def surplus(self, keep: int) -> list[str]:
+        """The paths of checkpoints that are neither among the last so many nor the best, the oldest first."""
+        if keep < 1:
+            raise ValueError(f"a run keeps its last checkpoint at least, not {keep}")
+        older = [str(saved["path"]) for saved in self.facts["checkpoints"][:-keep]]
+        return [path for path in older if self.best is None or path != self.best[1]]
+
+    def add_checkpoint(self, step: int, path: str, eval_loss: float | None = None) -> None:
+        """Note a checkpoint, and the held-out loss it has where that was computed."""
+        saved = {"step": step, "path": path} | ({} if eval_loss is None else {"eval_loss": eval_loss})
+        self.facts["checkpoints"].append(saved)
+        try:
+            self.save()
+        except BaseException:
+            self.facts["checkpoints"].pop()  # who takes the run up again will not know of it
+            raise
+
+    def forget(self, path: str) -> None:
+        """Strike out a checkpoint that has been deleted."""
+        self.facts["checkpoints"] = [saved for saved in self.facts["checkpoints"] if saved["path"] != path]
+        self.facts["deleted"] = self.facts.get("deleted", 0) + 1
         self.save()
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -523,7 +549,7 @@ class FineTune:
             eval_loss = float(sums[0] / sums[1])
             self.folder.log({"step": sent.done, "eval_loss": eval_loss})
         if sent.saved is not None:
-            self.folder.add_checkpoint(sent.done, sent.saved.result().path)
+            self.folder.add_checkpoint(sent.done, sent.saved.result().path, eval_loss)
         seconds = time.perf_counter() - self._began
         self._listener(Progress(sent.done, loss, eval_loss, self._made, self._tokens, seconds))
 
@@ -537,3 +563,10 @@ def is_lost(error: TinkerError) -> bool:
     if isinstance(error, RequestFailedError):
         return error.category != RequestErrorCategory.User
     return isinstance(error, GoneError | NotFoundError)
+
+
+def is_full(error: TinkerError) -> bool:
+    """Whether a server could not save for want of space: trying again would not help, making room does."""
+    return (
+        re.search(r"disk is full|no space left on device|disk quota exceeded", error.message, re.IGNORECASE) is not None
+    )

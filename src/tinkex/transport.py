@@ -715,9 +715,9 @@ class Transport:
     def _typed_error(self, op: Operation, place: str, address: str, error: Exception) -> APIConnectionError:
         """The error behind an answer that did not come."""
         if isinstance(error, TimeoutError):
-            return APITimeoutError(f"{op.name} at {place}: {error}", request=self._sent(op, address))
+            return APITimeoutError(f"{op.title} at {place}: {error}", request=self._sent(op, address))
         return APIConnectionError(
-            self._scrubber.text(f"{op.name}: cannot reach {place}: {error}"),
+            self._scrubber.text(f"{op.title}: cannot reach {place}: {error}"),
             request=self._sent(op, address),
             hint="check the base URL, and that the server is running",
         )
@@ -837,7 +837,7 @@ class Transport:
 
     def refusal(self, op: Operation, reply: Reply, place: str = "") -> APIError:
         """The error behind a bad status. Secrets that the server may have been told and repeats are left out."""
-        where = f"{op.name} at {place or self.place}"
+        where = f"{op.title} at {place or self.place}"
         response = self._response(op, reply)
         error: APIError
         if reply.status == 400 and not reply.body:

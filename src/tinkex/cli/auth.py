@@ -141,7 +141,10 @@ def _owner(known: ApiKeyResponse) -> str | None:
 @formatted
 @connecting
 def logout(as_json: bool, connection: Connection) -> Outcome:
-    """Forget the key that a login has kept; one that a login has made is deleted on the server, too."""
+    """Forget the key that a login has kept.
+
+    One that a login has made is deleted on the server, too.
+    """
     from tinkex import protocol
     from tinkex.credentials import credentials_file
     from tinkex.errors import TinkerError
@@ -177,7 +180,10 @@ def logout(as_json: bool, connection: Connection) -> Outcome:
 @formatted
 @connecting
 def status(as_json: bool, connection: Connection) -> Outcome:
-    """Whether there is a key, and whether the server lets it in; ends with 1 when it does not."""
+    """Whether there is a key, and whether the server lets it in.
+
+    Ends with 1 when there is none, or when it is not let in.
+    """
     from tinkex import protocol
     from tinkex.errors import TinkerError
     from tinkex.futures import start

@@ -39,9 +39,10 @@ def usage(
     as_json: bool,
     connection: Connection,
 ) -> Outcome:
-    """What was used from STARTING_ON until before ENDING_BEFORE, hour by hour.
+    """What was used, hour by hour.
 
-    Both are times such as 2026-07-13T00:00:00Z or 2026-07-13, in UTC unless they say otherwise.
+    From STARTING_ON until before ENDING_BEFORE: both are times such as 2026-07-13T00:00:00Z or 2026-07-13, in UTC
+    unless they say otherwise.
     """
     if (csv_path, sessions_csv) == ("-", "-"):
         raise click.UsageError("only one of --csv and --sessions-csv can be standard output")

@@ -14,8 +14,17 @@ from typing import Any
 import click
 
 from tinkex.chats import ASSISTANT, AnswerText, ChatFormat, Message
-from tinkex.cli.options import switch
-from tinkex.cli.servers import API_KEY_HELP, BASE_URL_HELP, context_of, model_of, place_of, server_url, tokenizer_of
+from tinkex.cli.options import switch, timeout_option
+from tinkex.cli.servers import (
+    API_KEY_HELP,
+    BASE_URL_HELP,
+    context_of,
+    model_of,
+    open_service,
+    place_of,
+    server_url,
+    tokenizer_of,
+)
 from tinkex.cli.terminal import plain_console
 from tinkex.errors import TinkerError
 from tinkex.sampling import SamplingClient
@@ -229,6 +238,7 @@ def _count(messages: list[Message]) -> str:
 @click.option("--raw", is_flag=True, help="Go on with each message as plain text: no chat format, no memory.")
 @click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
 @click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
+@timeout_option
 @click.option(
     "--format",
     "output_format",
@@ -248,6 +258,7 @@ def chat(
     raw: bool,
     base_url: str | None,
     api_key: str | None,
+    timeout: int | None,
     output_format: str,
     json: bool,
 ) -> None:
@@ -271,7 +282,7 @@ def chat(
         notes.print(text, style="dim" if notes.is_terminal else None, soft_wrap=True, markup=False)
 
     _never_fail_to_write()
-    with ServiceClient(base_url=server_url(base_url, api_key), api_key=api_key) as service:
+    with open_service(server_url(base_url, api_key), api_key, timeout) as service:
         with notes.status("starting …"):
             sampler, base_model = _open(service, model_or_path)
             talk = Chat(

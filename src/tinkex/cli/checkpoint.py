@@ -311,7 +311,10 @@ def unpublish(path: str, as_json: bool, connection: Connection) -> Outcome:
 @formatted
 @connecting
 def set_ttl(path: str, ttl: int | None, remove: bool, as_json: bool, connection: Connection) -> Outcome:
-    """Say when a checkpoint expires: give one of --ttl and --remove."""
+    """Say when a checkpoint expires.
+
+    Give one of --ttl and --remove.
+    """
     if (ttl is None) == (not remove):
         raise click.UsageError("give one of --ttl SECONDS and --remove")
     with connection.rest() as rest:

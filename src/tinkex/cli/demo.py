@@ -18,12 +18,13 @@ import click
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import tinkex
+from tinkex.cli.options import timeout_option
 from tinkex.cli.plot import plot
-from tinkex.cli.servers import API_KEY_HELP
+from tinkex.cli.servers import API_KEY_HELP, open_service
 from tinkex.cli.terminal import plain_console
 from tinkex.config import is_embedded
 from tinkex.local import default_data_dir
@@ -227,11 +228,11 @@ class _Bar:
 
 @contextlib.contextmanager
 def progress(console: Console, title: str, name: str) -> Iterator[_Bar]:
-    """A bar with count, time and the newest value; where there is no room for them, the count and the value."""
-    wide = console.width >= NARROW
+    """A bar with count, time left and the newest value; where there is no room for them, the count and the value."""
+    wide, left = console.width >= NARROW, TimeRemainingColumn(elapsed_when_finished=True)
     columns = (
         TextColumn("{task.description}"),
-        *((BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) if wide else (MofNCompleteColumn(),)),
+        *((BarColumn(), MofNCompleteColumn(), left) if wide else (MofNCompleteColumn(),)),
     )
     with Progress(*columns, TextColumn("{task.fields[value]}"), console=console) as shown:
         yield _Bar(shown, title, name)
@@ -244,10 +245,13 @@ def progress(console: Console, title: str, name: str) -> Iterator[_Bar]:
     help='Server to run against.  [default: TINKER_BASE_URL, else "local": inside this process]',
 )
 @click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
+@timeout_option
 @click.option("--base-model", metavar="NAME", default="tinkex/tiny", show_default=True, help="Model to teach.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the problems and the samples.")
 @click.option("--quick", is_flag=True, help="A few small steps only: shows that everything runs, teaches little.")
-def demo(base_url: str | None, api_key: str | None, base_model: str, seed: int, quick: bool) -> None:
+def demo(
+    base_url: str | None, api_key: str | None, timeout: int | None, base_model: str, seed: int, quick: bool
+) -> None:
     """Watch a small model learn to add, on this machine.
 
     A LoRA adapter learns two-digit addition, first from examples and then from rewards alone, and is tested on
@@ -260,7 +264,7 @@ def demo(base_url: str | None, api_key: str | None, base_model: str, seed: int, 
         )  # better a question mark than a traceback where there are no such signs
     console = plain_console()
     began = time.perf_counter()
-    with tinkex.ServiceClient(base_url=url, api_key=api_key) as service:
+    with open_service(url, api_key, timeout) as service:
         with console.status("starting the embedded backend …" if is_embedded(url) else f"connecting to {url} …"):
             run = Demo(service, base_model, QUICK if quick else Recipe(), console, random.Random(seed))
         place = "inside this process" if is_embedded(url) else f"at {url}"

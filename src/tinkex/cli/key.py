@@ -53,7 +53,10 @@ def key() -> None:
 @data_dir_option
 @formatted
 def create(name: str, owner: str, data_dir: Path | None, as_json: bool) -> Outcome:
-    """Make a key called NAME and print it: this once, for only a hash of it is kept."""
+    """Make a key called NAME and print it.
+
+    It is shown this once: only a hash of it is kept.
+    """
     from tinkex.server.accounts import create_key
 
     if not owner.strip() or not owner.isprintable():
@@ -114,7 +117,10 @@ def _row(item: Key) -> tuple[object, ...]:
 @data_dir_option
 @formatted
 def revoke(number: int, data_dir: Path | None, as_json: bool) -> Outcome:
-    """Revoke the key with this ID, as `tinkex key list` shows it; tokens given for it end too."""
+    """Revoke the key with this ID.
+
+    `tinkex key list` shows the IDs. Tokens that were given for the key end too.
+    """
     from tinkex.server.accounts import revoke_key
 
     with _store(data_dir) as store:

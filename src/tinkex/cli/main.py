@@ -32,6 +32,7 @@ COMMANDS = {
     "train": ("tinkex.cli.train:train", "Fine-tune a model on a file of examples."),
     "version": ("tinkex.cli.versions:version", "Which version this is."),
 }
+INTERRUPTED = 130
 WITHOUT_FORMAT = {"chat", "completion", "demo", "serve", "train"}
 """Commands whose output has one form only, or other forms."""
 
@@ -111,7 +112,7 @@ def run(argv: Sequence[str] | None = None) -> Result:
         return Result(0, called.command)
     except (click.exceptions.Abort, KeyboardInterrupt) as error:
         click.echo("stopped", err=True)
-        return Result(130, called.command, error=error)
+        return Result(INTERRUPTED, called.command, error=error)
     except click.ClickException as error:
         _show(error)
         return Result(1, called.command, error=getattr(error, "cause", None) or error)
@@ -154,4 +155,10 @@ def main() -> None:
     """Run the command line of this process, and end it."""
     if VARIABLE in os.environ:  # the shell asks for completions
         cli.main(prog_name="tinkex", complete_var=VARIABLE)
-    sys.exit(run().exit_code)
+    code = run().exit_code
+    if code == INTERRUPTED:  # all is put away, and who wants out need not wait for threads such as those of an upload
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

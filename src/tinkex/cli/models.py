@@ -26,7 +26,10 @@ def model() -> None:
 @formatted
 @connecting
 def list_command(substring: str | None, as_json: bool, connection: Connection) -> Outcome:
-    """List the models; with SUBSTRING, those that have it in their names, in capitals or not."""
+    """List the models, their contexts and what they are for.
+
+    With SUBSTRING, those that have it in their names, in capitals or not.
+    """
     from tinkex import protocol
     from tinkex.futures import start
 

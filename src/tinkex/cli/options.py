@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from tinkex.cli.results import CommandError, invocation_of
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
+SUMMARY = 100
+"""The most signs of a summary that a shell shows beside a command."""
 REST_PATIENCE = 10.0
 """Seconds during which a request that fails for a passing reason is sent again: somebody sits and waits."""
 HINTS = {"pass api_key=…": "give --api-key", 'pass base_url="local"': "give --base-url local"} | {
@@ -35,7 +38,17 @@ class NoSuchCommand(click.UsageError):
 
 
 class CommandGroup(click.Group):
-    """A group that notes which command was called."""
+    """A group that notes which command was called, and completes commands with whole summaries."""
+
+    def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete commands and options."""
+        named = [(name, self.get_command(context, name)) for name in self.list_commands(context)]
+        found = [
+            CompletionItem(name, help=command.get_short_help_str(SUMMARY))
+            for name, command in named
+            if command is not None and name.startswith(incomplete)
+        ]
+        return [*found, *click.Command.shell_complete(self, context, incomplete)]
 
     def resolve_command(
         self, context: click.Context, args: list[str]
@@ -206,18 +219,26 @@ class Connection:
         return REST_PATIENCE if self.timeout is None else min(REST_PATIENCE, self.timeout)
 
 
+def timeout_option(function: F) -> F:
+    """Adds --timeout."""
+    told = "Milliseconds to wait for an answer.  [default: 60000]"
+    return click.option("--timeout", metavar="MS", type=click.IntRange(1), help=told)(function)
+
+
+def seconds_of(timeout: int | None) -> float | None:
+    """What --timeout says, in the unit of everything else."""
+    return None if timeout is None else timeout / 1000
+
+
 def connecting(function: F) -> F:
     """Adds --api-key, --base-url and --timeout; the command is called with a `connection`."""
 
     @click.option("--base-url", metavar="URL", help='The server; "local": this process.  [default: TINKER_BASE_URL]')
     @click.option("--api-key", metavar="KEY", help="The key (better set TINKER_API_KEY).")
-    @click.option(
-        "--timeout", metavar="MS", type=click.IntRange(1), help="Milliseconds to wait for an answer.  [default: 60000]"
-    )
+    @timeout_option
     @functools.wraps(function)
     def call(*args: Any, base_url: str | None, api_key: str | None, timeout: int | None, **named: Any) -> Any:
-        seconds = None if timeout is None else timeout / 1000
-        return function(*args, connection=Connection(api_key, base_url, seconds), **named)
+        return function(*args, connection=Connection(api_key, base_url, seconds_of(timeout)), **named)
 
     return call  # type: ignore[return-value]
 

@@ -6,13 +6,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import click
 
 from tinkex.cli.output import size
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from tinkex.types.checkpoints import Cursor
 
 T = TypeVar("T")
@@ -38,8 +40,18 @@ def remaining(done: int, total: int, seconds: float) -> str:
     return f"about {round(left / 60)} min left" if left < 5400 else f"about {left / 3600:.1f} h left"
 
 
+class Transfer(Protocol):
+    """A meter of bytes."""
+
+    def __call__(self, done: int, total: int, /) -> None:
+        """Show how many have come, and how many there are."""
+
+    def end(self, title: str) -> None:
+        """Show no more, and say what comes next; others may write to the terminal then."""
+
+
 @contextmanager
-def transfer(title: str) -> Iterator[Meter]:
+def transfer(title: str) -> Iterator[Transfer]:
     """Give a meter of bytes: it is called with how many have come, and how many there are."""
     if not sys.stderr.isatty():
         yield _Lines(title)
@@ -55,8 +67,21 @@ def transfer(title: str) -> Iterator[Meter]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=plain_console(stderr=True), transient=True) as shown:
-        task = shown.add_task(title, total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+        yield _Bar(shown, title)
+
+
+class _Bar:
+    """A meter that draws."""
+
+    def __init__(self, shown: Progress, title: str) -> None:
+        self._shown, self._task = shown, shown.add_task(title, total=None)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._shown.update(self._task, completed=done, total=total)
+
+    def end(self, title: str) -> None:
+        self._shown.stop()
+        click.echo(title, err=True)
 
 
 class _Lines:
@@ -72,6 +97,9 @@ class _Lines:
             self._told = now
             left = remaining(done, total, now - self._began)
             click.echo(f"{self._title}: {size(done)} of {size(total)}, {left}", err=True)
+
+    def end(self, title: str) -> None:
+        click.echo(title, err=True)
 
 
 @contextmanager

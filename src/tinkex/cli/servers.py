@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from tinkex import environment
+from tinkex.cli.options import Connection, seconds_of
 from tinkex.config import LOCAL, is_embedded
 from tinkex.credentials import stored_key
 from tinkex.errors import TinkerError
@@ -29,6 +30,14 @@ def server_url(base_url: str | None, api_key: str | None) -> str | None:
     if api_key or any(found.get(name) for name in ("base_url", "api_key", "credential_cmd")) or stored_key():
         return None
     return LOCAL
+
+
+def open_service(
+    base_url: str | None, api_key: str | None, timeout: int | None, display_name: str | None = None
+) -> ServiceClient:
+    """A client of a server; `timeout` is in milliseconds, as the option has it."""
+    connection = Connection(api_key, base_url, seconds_of(timeout))
+    return ServiceClient(config=connection.config(), display_name=display_name)
 
 
 def place_of(service: ServiceClient) -> str:

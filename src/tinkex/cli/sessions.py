@@ -87,7 +87,10 @@ def info(session_id: str, access_scope: Any, as_json: bool, connection: Connecti
 @formatted
 @connecting
 def finish(session_id: str, reason: Any, detail: str | None, as_json: bool, connection: Connection) -> Outcome:
-    """Finish a session that a program has left open: its runs are let go, its checkpoints stay."""
+    """Finish a session that a program has left open.
+
+    Its runs are let go, its checkpoints stay.
+    """
     with connection.rest() as rest:
         wait(_checked(lambda: rest.finish_session(session_id, reason, detail)))
     data = {"command": "session finish", "action": "finish", "session_id": session_id, "reason": reason}
@@ -113,7 +116,10 @@ def finish(session_id: str, reason: Any, detail: str | None, as_json: bool, conn
 def export_trace(
     session_id: str, output: Path | None, url_only: bool, as_json: bool, connection: Connection
 ) -> Outcome:
-    """Fetch a session's timeline as a Perfetto trace, from servers that make them."""
+    """Fetch a session's timeline as a Perfetto trace.
+
+    Not all servers make them.
+    """
     from tinkex.downloads import fetch
     from tinkex.futures import start
 

@@ -26,12 +26,22 @@ from rich.progress import Progress as Bar
 
 from tinkex._version import __version__
 from tinkex.chats import ChatFormat, Rendered
-from tinkex.cli.options import switch
+from tinkex.cli.options import switch, timeout_option
 from tinkex.cli.plot import plot
-from tinkex.cli.servers import API_KEY_HELP, BASE_URL_HELP, context_of, model_of, place_of, server_url, tokenizer_of
+from tinkex.cli.servers import (
+    API_KEY_HELP,
+    BASE_URL_HELP,
+    context_of,
+    model_of,
+    open_service,
+    place_of,
+    server_url,
+    tokenizer_of,
+)
 from tinkex.cli.svg import chart
 from tinkex.cli.terminal import plain_console
-from tinkex.errors import TinkerError
+from tinkex.errors import NotFoundError, TinkerError
+from tinkex.rest import RestClient
 from tinkex.service import ServiceClient
 from tinkex.supervised import (
     BadLine,
@@ -44,6 +54,7 @@ from tinkex.supervised import (
     digest,
     fit,
     hold_out,
+    is_full,
     is_lost,
     read_examples,
     render,
@@ -53,16 +64,37 @@ from tinkex.tokenizers import get_tokenizer_id
 from tinkex.training import TrainingClient
 
 EPOCHS = 3
+KEPT = 3
+"""Checkpoints that a run keeps, besides the best one."""
 SHOWN = 20
 """Bad lines that are listed one by one."""
 LINE_EVERY = 5.0
 """Seconds between two lines of progress, where there is no terminal."""
 NARROW = 60
+FULL = "make room where the server keeps checkpoints (`tinkex checkpoint delete`), then "
 RECOVERIES = 3
 """How often a run that its server has lost is made anew, without a new checkpoint in between."""
-WITH_RESUME = {"data", "resume", "base_url", "api_key", "output_format"}
+WITH_RESUME = {"data", "resume", "base_url", "api_key", "timeout", "keep", "output_format"}
 EITHER_OR = (("epochs", "steps"), ("eval_split", "eval_file"))
 NOT_KEPT = {"resume", "config", "api_key", "output_format", "output"}
+
+
+class Keep(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
+    """How many checkpoints to keep; 0 stands for all."""
+
+    name = "keep"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
+        """Read a count, or `all`."""
+        if value == "all":
+            return 0
+        try:
+            count = int(str(value))
+        except ValueError:
+            count = -1
+        if count < 0:
+            self.fail(f"{value!r} is neither a whole number nor 'all'", parameter, context)
+        return count
 
 
 def _read_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
@@ -98,6 +130,7 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
 )
 @click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
 @click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
+@timeout_option
 @click.option("--rank", default=32, show_default=True, type=click.IntRange(1), help="Rank of the LoRA adapter.")
 @click.option("--learning-rate", default=3e-4, show_default=True, type=float, help="The highest learning rate.")
 @click.option(
@@ -146,6 +179,13 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     "--eval-every", type=click.IntRange(1), help="Steps between evaluations.  [default: an epoch; always at the end]"
 )
 @click.option("--save-every", default=50, show_default=True, type=click.IntRange(1), help="Steps between checkpoints.")
+@click.option(
+    "--keep",
+    type=Keep(),
+    metavar="N|all",
+    help="Checkpoints to keep: the last N and the best by held-out loss; older ones of this run are deleted.  "
+    f"[default: {KEPT}]",
+)
 @click.option("--name", help="What checkpoints are called.  [default: the name of the file]")
 @click.option(
     "-o",
@@ -269,6 +309,8 @@ class Command:
         self.name = given.lstrip(".-").rstrip("-")[:100] or "run"
         self.folder: RunFolder | None = None
         self.place = self.model = ""
+        self.keep: int = KEPT if options["keep"] is None else options["keep"]
+        self._service: ServiceClient | None = None
         self._services = contextlib.ExitStack()
 
     def note(self, text: str) -> None:
@@ -307,8 +349,8 @@ class Command:
         with contextlib.suppress(TinkerError):
             self._services.close()
         url = server_url(self.options["base_url"], self.options["api_key"])
-        service = ServiceClient(base_url=url, api_key=self.options["api_key"], display_name=self.name)
-        self._services.enter_context(service)
+        service = open_service(url, self.options["api_key"], self.options["timeout"], self.name)
+        self._service = self._services.enter_context(service)
         return service
 
     def _client(self, service: ServiceClient) -> TrainingClient:
@@ -474,6 +516,12 @@ class Command:
         self.note(f"{self.model} {self.place}: {rows}, rank {self.options['rank']}, into {folder.path}")
         lost = 0
         with _Display(self.notes, plan, folder) as display:
+            pruning = Pruning(folder, self.keep, self._delete, display.say)
+
+            def listen(progress: Progress) -> None:
+                display.show(progress)
+                pruning.look()
+
             while True:
                 before = folder.checkpoint
                 tune = FineTune(
@@ -483,19 +531,25 @@ class Command:
                     folder,
                     held_out=material.held_out,
                     name=self.name,
-                    listener=display.show,
+                    listener=listen,
                 )
                 try:
                     with _interrupts(tune, display.say):
                         finished = tune.run()
                         if finished:
                             self._finish(client)
+                        pruning.look()
                     return finished
                 except TinkerError as error:
                     lost = lost + 1 if folder.checkpoint == before else 1
+                    if is_full(error):
+                        raise click.ClickException(f"{error}\n{self._saved(FULL)}") from error
                     if not is_lost(error) or lost > RECOVERIES:
                         raise click.ClickException(f"{error}\n{self._saved()}") from error
                     display.say(f"the run broke off ({error.message}): going on from the last checkpoint")
+                except OSError as error:
+                    told = f"{folder.path} cannot be written to: {error.strerror or error}"
+                    raise click.ClickException(f"{told}\n{self._saved()}") from error
                 except KeyboardInterrupt:
                     display.say(self._saved())
                     raise
@@ -509,17 +563,22 @@ class Command:
         self.folder.facts["sampler"] = client.save_weights_for_sampler(self.name).result().path
         self.folder.save()
 
+    def _delete(self, path: str) -> None:
+        assert self._service is not None
+        with contextlib.suppress(NotFoundError):  # it has gone before
+            RestClient(self._service.holder).delete_checkpoint_from_tinker_path(path).result()
+
     def _again(self) -> str:
         assert self.folder is not None
         return f"tinkex train --resume {shlex.quote(str(self.folder.path))}"
 
-    def _saved(self) -> str:
-        """What is left of a run that ended too soon, and how to go on."""
+    def _saved(self, first: str = "") -> str:
+        """What is left of a run that ended too soon, and how to go on; what to do first, if anything."""
         assert self.folder is not None
         if self.folder.checkpoint is None:
-            return f"no checkpoint was saved; `{self._again()}` starts over"
+            return f"no checkpoint was saved; {first}`{self._again()}` starts over"
         step, path = self.folder.checkpoint
-        return f"saved after step {step}: {path}\ngo on with: {self._again()}"
+        return f"saved after step {step}: {path}\n{first}go on with: {self._again()}"
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -529,7 +588,8 @@ class Command:
         losses = [(record["step"], record["loss"]) for record in metrics if "loss" in record]
         evaluated = [(record["step"], record["eval_loss"]) for record in metrics if "eval_loss" in record]
         drawn = chart({"training": losses, "held out": evaluated}, f"{self.name}: loss per token")
-        (self.folder.path / "loss.svg").write_text(drawn, encoding="utf-8")
+        with contextlib.suppress(OSError):  # of all that a run makes, it is missed the least
+            (self.folder.path / "loss.svg").write_text(drawn, encoding="utf-8")
         step, state = self.folder.checkpoint or (0, None)
         sampler = self.folder.facts.get("sampler")
         return {
@@ -544,6 +604,9 @@ class Command:
             "eval_loss": evaluated[-1][1] if evaluated else None,
             "seconds": round(time.perf_counter() - began, 3),
             "state_path": state,
+            "kept": len(self.folder.facts["checkpoints"]),
+            "deleted": self.folder.facts.get("deleted", 0),
+            "best_path": self.folder.best[1] if self.folder.best else None,
             "sampler_path": sampler,
             "output": str(self.folder.path),
             "resume": None if finished else self._again(),
@@ -573,9 +636,12 @@ class Command:
             evaluated = [record["eval_loss"] for record in self.folder.metrics() if "eval_loss" in record]
             said.append(f"held out {evaluated[0]:.4f} → {evaluated[-1]:.4f}")
         shown.print(", ".join(said), markup=False, soft_wrap=True)
+        kept, deleted = summary["kept"], summary["deleted"]
         for title, value in (
             ("checkpoint to go on from", summary["state_path"]),
+            ("best by held-out loss", summary["best_path"] if summary["best_path"] != summary["state_path"] else None),
             ("model to sample from", summary["sampler_path"]),
+            ("checkpoints kept", f"{kept} of {kept + deleted} (--keep)" if deleted else None),
             ("metrics and plot", summary["output"]),
             ("go on with", summary["resume"]),
             ("talk to it", summary["chat"]),
@@ -626,6 +692,32 @@ def _interrupts(tune: FineTune, say: Callable[[str], object]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Pruning:
+    """Deletes the checkpoints that are not to be kept, each after a newer one is there and noted."""
+
+    def __init__(
+        self, folder: RunFolder, keep: int, delete: Callable[[str], object], say: Callable[[str], object]
+    ) -> None:
+        self._folder, self._keep, self._delete, self._say = folder, keep, delete, say
+        self._seen = folder.checkpoint
+        self._complained = False
+
+    def look(self) -> None:
+        """Delete what is too much, if there is a new checkpoint; what cannot be deleted stays, and does no harm."""
+        if not self._keep or self._folder.checkpoint == self._seen:
+            return
+        self._seen = self._folder.checkpoint
+        for path in self._folder.surplus(self._keep):
+            try:
+                self._delete(path)
+            except TinkerError as error:
+                if not self._complained:
+                    self._say(f"{path} was not deleted, and is left for later: {error.message}")
+                self._complained = True
+                return
+            self._folder.forget(path)
 
 
 class _Display:

@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
 from tinkex.cli.options import Connection, connecting, formatted, path_argument, switch, wait
 from tinkex.cli.output import print_json, size
-from tinkex.cli.progress import Meter, transfer, waiting
+from tinkex.cli.progress import Meter, Transfer, transfer
 from tinkex.cli.results import CommandError, Outcome
 
 if TYPE_CHECKING:
@@ -29,7 +29,13 @@ TARS = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
 
 
 def fetch(
-    rest: RestClient, path: str, directory: Path | None, *, force: bool = False, resume: bool = True
+    rest: RestClient,
+    path: str,
+    directory: Path | None,
+    *,
+    force: bool = False,
+    resume: bool = True,
+    keep_archive: bool = False,
 ) -> Downloaded:
     """Download a checkpoint with a bar; what an interrupted one has fetched is used by the next."""
     from tinkex.downloads import STOP_SECONDS, DownloadError, download_async
@@ -39,7 +45,7 @@ def fetch(
 
     async def work(meter: Meter) -> Downloaded:
         try:
-            return await download_async(rest, path, directory, force, meter, resume=resume)
+            return await download_async(rest, path, directory, force, meter, resume=resume, keep_archive=keep_archive)
         finally:
             ended.set()
 
@@ -111,11 +117,11 @@ def export(
     # Beside the output: so that the end is a rename, and an interrupted download is found again.
     scratch = output.with_name(f".{output.name}.export")
     with _scratch(scratch), connection.rest() as rest:
-        fetched = fetch(rest, path, scratch, force=True).destination
+        fetched = fetch(rest, path, scratch, force=True, keep_archive=True).destination
         named = base_model or wait(rest.get_weights_info_by_tinker_path(path)).base_model
         files = _prepare(fetched, path, named)
-        with waiting(f"writing {output.name}"):
-            _replace(pack(fetched, files, scratch / "made"), output)
+        with transfer(f"Writing {output.name}") as meter:
+            _replace(pack(fetched, files, scratch / "made", meter), output)
     written = sum((output / file).stat().st_size for file in files) if output.is_dir() else output.stat().st_size
     data = {"path": path, "destination": str(output), "base_model": named, "files": files, "size_bytes": written}
     if as_json:
@@ -127,7 +133,7 @@ def export(
 
 @contextmanager
 def _scratch(directory: Path) -> Iterator[None]:
-    """A directory to work in; it stays only when it holds a part of a download that can be continued."""
+    """A directory to work in; of it stays what was downloaded, when the next attempt can go on from there."""
     from tinkex.downloads import DownloadError
     from tinkex.errors import APIError
 
@@ -135,6 +141,11 @@ def _scratch(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         yield
     except (KeyboardInterrupt, APIError, DownloadError):
+        for made in directory.iterdir():
+            if made.is_dir() and not made.name.endswith(".partial"):
+                shutil.rmtree(made, ignore_errors=True)
+            elif made.is_file():
+                made.unlink()
         with suppress(OSError):
             directory.rmdir()  # unless there is something in it
         raise
@@ -158,7 +169,29 @@ def _prepare(directory: Path, path: str, base_model: str) -> list[str]:
     return sorted(file.name for file in directory.iterdir() if file.is_file() and file.name not in NOT_PEFT)
 
 
-Packer = Callable[[Path, list[str], Path], Path]
+Packer = Callable[[Path, list[str], Path, Meter], Path]
+
+
+class _Contents:
+    """The files of a directory one after the other, with a meter of how much of them has been read."""
+
+    def __init__(self, directory: Path, files: list[str], meter: Meter) -> None:
+        self._directory, self._files, self._meter = directory, files, meter
+        self._total = sum((directory / file).stat().st_size for file in files)
+        self._done = 0
+        self._open: BinaryIO | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        for file in self._files:
+            with (self._directory / file).open("rb") as self._open:
+                yield file
+
+    def read(self, size: int = -1) -> bytes:
+        assert self._open is not None
+        data = self._open.read(size)
+        self._done += len(data)
+        self._meter(self._done, self._total)
+        return data
 
 
 def _packer(output: Path) -> Packer:
@@ -166,29 +199,32 @@ def _packer(output: Path) -> Packer:
     name = output.name.lower()
     for ending, mode in TARS.items():
         if name.endswith(ending):
-            return lambda directory, files, made: _tar(directory, files, made, mode)
+            return lambda directory, files, made, meter: _tar(directory, files, made, meter, mode)
     return _zip if name.endswith(".zip") else _directory
 
 
-def _tar(directory: Path, files: list[str], made: Path, mode: Any) -> Path:
+def _tar(directory: Path, files: list[str], made: Path, meter: Meter, mode: Any) -> Path:
     import tarfile
 
+    contents: Any = _Contents(directory, files, meter)
     with tarfile.open(made, mode) as archive:
-        for file in files:
-            archive.add(directory / file, file)
+        for file in contents:
+            archive.addfile(archive.gettarinfo(directory / file, file), contents)
     return made
 
 
-def _zip(directory: Path, files: list[str], made: Path) -> Path:
+def _zip(directory: Path, files: list[str], made: Path, meter: Meter) -> Path:
     import zipfile
 
+    contents = _Contents(directory, files, meter)
     with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:  # weights do not get smaller
-        for file in files:
-            archive.write(directory / file, file)
+        for file in contents:
+            with archive.open(zipfile.ZipInfo.from_file(directory / file, file), "w") as target:
+                shutil.copyfileobj(contents, target, 1 << 20)
     return made
 
 
-def _directory(directory: Path, files: list[str], made: Path) -> Path:
+def _directory(directory: Path, files: list[str], made: Path, meter: Meter) -> Path:
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
     for file in files:
@@ -237,27 +273,42 @@ def push_hf(
 ) -> Outcome:
     """Put a checkpoint's adapter on the Hugging Face hub.
 
-    A download that was stopped begins anew; an upload does not send again what the hub has already.
+    What was fetched is kept for a week when a push is stopped or fails, and the next one goes on from there; an upload
+    does not send again what the hub has already.
     """
+    from tinkex.downloads import STOP_SECONDS
     from tinkex.futures import start
-    from tinkex.huggingface import push_checkpoint_adapter_async
+    from tinkex.huggingface import Pushed, push_checkpoint_adapter_async
 
-    with connection.rest() as rest, transfer("Downloading") as meter:
-        pushing = push_checkpoint_adapter_async(
-            rest,
-            path,
-            repo_id=repo,
-            revision=revision,
-            public=public,
-            commit_message=commit_message,
-            create_pr=create_pr,
-            allow_patterns=list(allow) or None,
-            ignore_patterns=list(ignore) or None,
-            hf_token=hf_token,
-            add_model_card=model_card,
-            progress=meter,
-        )
-        pushed = wait(start(pushing))
+    ended = threading.Event()
+
+    async def work(meter: Transfer) -> Pushed:
+        try:
+            return await push_checkpoint_adapter_async(
+                rest,
+                path,
+                repo_id=repo,
+                revision=revision,
+                public=public,
+                commit_message=commit_message,
+                create_pr=create_pr,
+                allow_patterns=list(allow) or None,
+                ignore_patterns=list(ignore) or None,
+                hf_token=hf_token,
+                add_model_card=model_card,
+                progress=meter,
+                uploading=lambda: meter.end(f"Uploading {path}"),
+                cache_dir=push_cache(),
+            )
+        finally:
+            ended.set()
+
+    with connection.rest() as rest, transfer(f"Downloading {path.rpartition('/')[2][:30]}") as meter:
+        try:
+            pushed = wait(start(work(meter)))
+        except KeyboardInterrupt:
+            ended.wait(STOP_SECONDS)  # until what was fetched is on disk
+            raise
     data = {
         "command": "checkpoint push-hf",
         "action": "push_hf",
@@ -273,6 +324,13 @@ def push_hf(
         click.echo(f"Revision: {pushed.revision}")
         click.echo(f"Public: {'Yes' if pushed.public else 'No'}")
     return Outcome(data, pushed)
+
+
+def push_cache() -> Path:
+    """Where what a broken-off push has fetched is kept."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("tinkex") / "push"
 
 
 # ── bringing in ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -319,8 +377,8 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
         root.mkdir(parents=True, exist_ok=True)
         store = Store(root / DATABASE)
         try:
-            with waiting(f"importing {directory}"):
-                saved = import_adapter(store, directory, model, base_directory, name)
+            with transfer(f"Importing {directory.name}") as meter:
+                saved = import_adapter(store, directory, model, base_directory, name, progress=meter)
         finally:
             store.close()
     except (EngineError, OSError, sqlite3.Error) as error:

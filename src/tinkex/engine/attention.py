@@ -9,7 +9,6 @@ of G), C channels of a head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tinkex.engine.config import AttentionRule as AttentionRule
 from tinkex.engine.copies import to_device
 
 if TYPE_CHECKING:
@@ -26,15 +26,6 @@ SHORT = 64
 """Sequences up to this length are attended by plain products on a CPU (measured: the fused kernel wins beyond)."""
 BLOCK = 512
 """How many queries of a sequence are attended at once where a mask has to be written out."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionRule:
-    """How one layer attends: the factor on q.k, how many tokens back it sees (itself included), its scores' bound."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
 
 
 def visible(queries: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> torch.Tensor:

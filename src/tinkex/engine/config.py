@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
-from tinkex.engine import EngineError
-from tinkex.engine.attention import AttentionRule
+from tinkex.engine import BaseModel, EngineError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
 ARCHITECTURES = ("gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 GEMMAS = ("gemma2", "gemma3_text")
@@ -28,6 +27,15 @@ ROPE_TYPES = ("default", "linear", "llama3")
 SLIDING = "sliding_attention"
 
 Fields: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How one layer attends: the factor on q.k, how many tokens back it sees (itself included), its scores' bound."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +253,39 @@ def _experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     )
 
 
+def eos_tokens(directory: Path) -> frozenset[int]:
+    """The end-of-text tokens that `generation_config.json` and `config.json` name."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)
+
+
+def describe(name: str, directory: Path) -> BaseModel:
+    """What is known of a base model before its weights are read; without torch, which takes seconds to import."""
+    config = DecoderConfig.read(directory)
+    return BaseModel(
+        name=name,
+        context_length=config.context,
+        vocab_size=config.vocab,
+        arch=config.arch,
+        directory=directory,
+        eos_tokens=eos_tokens(directory),
+    )
+
+
 def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
     """Angle per position of each of the C/2 channel pairs, `[kinds of rotary embedding, C/2]`, scaled."""
+    import torch
+
     return torch.stack([_frequencies(rope, config.head_dim) for rope in config.ropes])
 
 
 def _frequencies(rope: Fields, channels: int) -> torch.Tensor:
+    import torch
+
     exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
     frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
     if rope["rope_type"] == "linear":

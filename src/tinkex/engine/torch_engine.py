@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinkex.engine import ADAMW, BaseModel, EngineError, Listener, PassDone, SampleDone
-from tinkex.engine.config import DecoderConfig
+from tinkex.engine.config import describe
 from tinkex.engine.custom import CompiledLoss, compile_graph
 from tinkex.engine.decoder import BARE, Decoder, Lora
 from tinkex.engine.jobs import Job, Source
@@ -19,7 +19,6 @@ from tinkex.engine.openmp import calm_openmp
 from tinkex.engine.sampler import Sampler
 from tinkex.engine.trainer import Adapter, Trainer
 from tinkex.engine.weights import (
-    eos_tokens,
     load_adapter,
     load_decoder,
     load_factors,
@@ -55,19 +54,10 @@ class _Base:
     directory: Path
     dtype: torch.dtype
     device: torch.device
-    config: DecoderConfig = field(init=False)
     about: BaseModel = field(init=False)
 
     def __post_init__(self) -> None:
-        config = self.config = DecoderConfig.read(self.directory)
-        self.about = BaseModel(
-            name=self.name,
-            context_length=config.context,
-            vocab_size=config.vocab,
-            arch=config.arch,
-            directory=self.directory,
-            eos_tokens=eos_tokens(self.directory),
-        )
+        self.about = describe(self.name, self.directory)
 
     @cached_property
     def model(self) -> Decoder:

@@ -62,16 +62,6 @@ def resolve(source: str | Path) -> Path:
         raise EngineError(f"{source} is neither a directory nor a model that can be downloaded: {error}") from error
 
 
-def eos_tokens(directory: Path) -> frozenset[int]:
-    """The end-of-text tokens that `generation_config.json` and `config.json` name."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(found)
-
-
 class _Tensors:
     """The tensors of a checkpoint, single or sharded, read one by one from memory-mapped files."""
 

@@ -10,10 +10,10 @@ import hashlib
 import json
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -56,6 +56,9 @@ IDLE = {
     "task_type",
 }
 """Settings that change nothing in what is computed; any that is neither this nor read may."""
+Progress: TypeAlias = Callable[[int, int], object]
+PIECE = 1 << 23
+"""Bytes that are read or written at a time."""
 FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -79,6 +82,7 @@ def import_adapter(
     name: str = "imported",
     *,
     owner: str = LOCAL_OWNER,
+    progress: Progress | None = None,
 ) -> SavedCheckpoint:
     """Make a training checkpoint of a PEFT adapter, under a run of its own.
 
@@ -89,6 +93,7 @@ def import_adapter(
         base_directory: The base model's files, whose shapes the adapter must fit.
         name: The checkpoint's name.
         owner: Whose it will be.
+        progress: Is told how many bytes have been read and written, and how many there are to be.
 
     Raises:
         EngineError: It is not an adapter that can be trained on here; nothing has changed.
@@ -98,7 +103,8 @@ def import_adapter(
     if base_model is None:
         raise EngineError(f"{directory / CONFIG} names no base model: say which one it is for")
     shapes = module_shapes(base_directory)
-    found = _read_factors(source, shapes)
+    told = _Told(progress)
+    found = _read_factors(source, shapes, told)
     groups = {KNOWN[_last(module)] for module in found}
     lora = LoraConfig(rank=source.rank, **{f"train_{group}": group in groups for group in GROUPS})
     trained = [module for module in shapes if KNOWN[_last(module)] in groups]
@@ -106,7 +112,7 @@ def import_adapter(
     run = Run(f"{run_id}:train:0", run_id, base_model, lora, {"type": "adamw"}, {}, owner)
 
     def write(target: Path) -> None:
-        _write(target, base_model, source, {module: found.get(module) for module in trained}, shapes)
+        _write(target, base_model, source, {module: found.get(module) for module in trained}, shapes, told)
 
     saved = put_files(store, store._root / "checkpoints", run, Wanted("weights", name), write)
     store.add_run(run)
@@ -176,10 +182,28 @@ def _last(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _read_factors(source: Source, shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[Array, Array]]:
+class _Told:
+    """How far an import is: reading counts as much as the file has, writing as much as the checkpoint will have."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._done = self._read = self._write = 0
+
+    def expect(self, *, read: int | None = None, write: int | None = None) -> None:
+        """How much there is to read, or to write, as far as is known."""
+        self._read, self._write = read or self._read, write or self._write
+
+    def add(self, count: int) -> None:
+        """So many bytes more."""
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._read + self._write)
+
+
+def _read_factors(source: Source, shapes: Mapping[str, tuple[int, int]], told: _Told) -> dict[str, tuple[Array, Array]]:
     """(A, B) by module, B scaled for us; every tensor of the file must be one of them, of the right shape."""
     path = source.directory / WEIGHTS
-    tensors = _read_tensors(path)
+    tensors = _read_tensors(path, told)
     sides: dict[str, dict[str, Array]] = {}
     for key, tensor in sorted(tensors.items()):
         module, _, side = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
@@ -222,7 +246,7 @@ def _scaled(b: Array, factor: float) -> Array:
     return scaled
 
 
-def _read_tensors(path: Path) -> dict[str, Array]:
+def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
     """All tensors of a file as float32."""
     from safetensors import SafetensorError, deserialize
 
@@ -233,8 +257,14 @@ def _read_tensors(path: Path) -> dict[str, Array]:
                 "save it again as safetensors where you trust it"
             )
         raise EngineError(f"{path.parent} has no {WEIGHTS}")
+    told.expect(read=path.stat().st_size, write=path.stat().st_size)
+    pieces = []
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            pieces.append(piece)
+            told.add(len(piece))
     try:
-        found = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+        found = deserialize(b"".join(pieces))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise EngineError(f"{path} cannot be read: {error}") from None
     tensors = {}
@@ -254,15 +284,15 @@ def _write(
     source: Source,
     factors: Mapping[str, tuple[Array, Array] | None],
     shapes: Mapping[str, tuple[int, int]],
+    told: _Told,
 ) -> None:
-    from safetensors.numpy import save_file
-
     tensors = {}
     for module, pair in factors.items():
         a, b = pair or _fresh(module, source.rank, *shapes[module])
         tensors[f"{PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a)
         tensors[f"{PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b)
-    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+    told.expect(write=sum(tensor.nbytes for tensor in tensors.values()))
+    _write_tensors(tensors, target / WEIGHTS, told)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -275,6 +305,24 @@ def _write(
         "inference_mode": True,
     }
     (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_tensors(tensors: Mapping[str, Array], path: Path, told: _Told) -> None:
+    """Write float32 tensors as a safetensors file, piece by piece: the library tells nothing before the end."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            data = tensor.astype("<f4", copy=False).data.cast("B")
+            for start in range(0, len(data), PIECE):
+                file.write(data[start : start + PIECE])
+                told.add(len(data[start : start + PIECE]))
 
 
 def _fresh(module: str, rank: int, outputs: int, inputs: int) -> tuple[Array, Array]:

@@ -182,11 +182,14 @@ class Journal:
         self._file: Segment | None = None
         self._last: int | None = None
         self._size = 0
+        self._is_closed = False
         self.highest: dict[Path, int] = {}
         """The highest number in each segment: what can be dropped when everything up to a number can."""
 
     async def append(self, number: int, facts: dict[str, Any], body: bytes = b"") -> None:
         """Add a record; it is safe when this returns."""
+        if self._is_closed:  # between the request for it and now; its directory is gone, and must not come back
+            raise OSError(f"{self.directory} is closed: its run or session has ended")
         if self._file is None or self._size > SEGMENT_BYTES:
             self.rotate()
         assert self._file is not None
@@ -239,7 +242,8 @@ class Journal:
                 del self.highest[path]
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file; nothing more can be added."""
+        self._is_closed = True
         if self._file is not None:
             self._file.close()
             self._file = None
