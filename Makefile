@@ -24,7 +24,7 @@ demo: $(VENV)/.local
 	@$(BIN)/tinkex demo $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 3 -m "not slow" $(ARGS)
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
