@@ -506,3 +506,17 @@ async def test_a_cancelled_download_writes_no_more(server: FaultyServer, tmp_pat
     size = fetched_of(tmp_path)
     await asyncio.sleep(0.3)
     assert 0 < fetched_of(tmp_path) == size < len(data)
+
+
+def test_a_kept_archive_does_not_stand_in_the_way_of_the_downloads_after_it(tmp_path: Path) -> None:
+    with serving(FakeEngine(), tmp_path / "data") as url, ServiceClient(base_url=url) as service:
+        path = service.create_lora_training_client("fake", rank=4).save_state("a").result(20).path
+        with RestClient(base_url=url) as rest:
+            for _ in range(3):
+                fetching = downloads.download_async(
+                    rest, path, tmp_path / "out", force=True, resume=True, keep_archive=True
+                )
+                target = asyncio.run(fetching).destination
+                assert list(target.iterdir())
+                (scratch,) = [place for place in (tmp_path / "out").iterdir() if place != target]
+                assert {place.name for place in scratch.iterdir()} == {"archive", f"archive{downloads.NOTE}"}

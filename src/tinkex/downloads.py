@@ -256,12 +256,14 @@ class _Download:
         """Put the new directory in the place of the old one, which is removed after that."""
         if self._force and os.path.lexists(self._target):
             old = self._scratch / "old"
+            shutil.rmtree(old, ignore_errors=True)
             os.replace(self._target, old)
             try:
                 os.replace(files, self._target)
             except OSError:
                 os.replace(old, self._target)
                 raise
+            shutil.rmtree(old, ignore_errors=True)  # here, for what lies beside it may be kept
             return
         if os.path.lexists(self._target):  # it has come there meanwhile
             raise DownloadError(f"{self._target} is there already", "exists", path=self._target)
