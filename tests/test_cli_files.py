@@ -240,6 +240,24 @@ def test_a_failed_export_leaves_what_was_there(
     assert left_in(place / "it") == ["mine"]
 
 
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError("no more")])
+def test_an_export_that_breaks_off_at_the_last_moment_leaves_what_was_there(
+    server: FaultyServer, place: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException
+) -> None:
+    (place / "it").mkdir(parents=True)
+    (place / "it" / "mine").touch()
+    replace = os.replace
+
+    def fail(source: Any, target: Any) -> None:
+        if Path(source).name == "made":
+            raise fault
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    assert run(["checkpoint", "export", PATH, "-o", str(place / "it"), "--force"]).exit_code != 0
+    assert left_in(place / "it") == ["mine"]
+
+
 @pytest.mark.slow
 def test_peft_reads_an_export_and_computes_the_same(server_url: str, model_dir: Path, place: Path) -> None:
     from support import MODEL, make_data, train
