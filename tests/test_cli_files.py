@@ -240,6 +240,24 @@ def test_a_failed_export_leaves_what_was_there(
     assert left_in(place / "it") == ["mine"]
 
 
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError("no more")])
+def test_an_export_that_breaks_off_at_the_last_moment_leaves_what_was_there(
+    server: FaultyServer, place: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException
+) -> None:
+    (place / "it").mkdir(parents=True)
+    (place / "it" / "mine").touch()
+    replace = os.replace
+
+    def fail(source: Any, target: Any) -> None:
+        if Path(source).name == "made":
+            raise fault
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    assert run(["checkpoint", "export", PATH, "-o", str(place / "it"), "--force"]).exit_code != 0
+    assert left_in(place / "it") == ["mine"]
+
+
 @pytest.mark.slow
 def test_peft_reads_an_export_and_computes_the_same(server_url: str, model_dir: Path, place: Path) -> None:
     from support import MODEL, make_data, train
@@ -458,18 +476,20 @@ def test_ctrl_c_ends_a_push_that_uploads_at_once_and_keeps_what_was_fetched(
 ) -> None:
     pushing.lfs_from, pushing.stall = 10, {"/lfs/": 90.0}
     given = {**os.environ, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "TINKER_API_KEY": "tml-x"}
+    program = "import atexit, tinkex.cli.main as command; atexit.register(print, 'the last word'); command.main()"
     process = subprocess.Popen(
-        [sys.executable, "-m", "tinkex", *PUSH], env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, *PUSH], env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         while process.poll() is None and not any("/lfs/" in path for _, path in pushing.seen):
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=50)
+        heard, told = process.communicate(timeout=50)
     finally:
         process.kill()
     assert process.returncode == 130, told
     assert "stopped" in told
+    assert heard == "the last word\n"  # what others do at the end of a program is done
     assert [file.name for file in (tmp_path / "cache").rglob("archive")] == ["archive"]
 
 

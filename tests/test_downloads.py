@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import tarfile
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -506,3 +507,44 @@ async def test_a_cancelled_download_writes_no_more(server: FaultyServer, tmp_pat
     size = fetched_of(tmp_path)
     await asyncio.sleep(0.3)
     assert 0 < fetched_of(tmp_path) == size < len(data)
+
+
+async def test_a_download_that_is_cancelled_while_it_replaces_leaves_one_or_the_other(
+    server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(server, tar_of({"new": b"x"}))
+    target = tmp_path / "run-123_weights_0001"
+    target.mkdir()
+    (target / "old").touch()
+    between, go_on, replace = threading.Event(), threading.Event(), os.replace
+
+    def slow(source: Any, to: Any) -> None:
+        if Path(source).name == "files":
+            between.set()
+            assert go_on.wait(20)
+        replace(source, to)
+
+    monkeypatch.setattr(os, "replace", slow)
+    fetching = asyncio.create_task(downloads.download_async(rest_of(server), PATH, tmp_path, force=True))
+    assert await asyncio.to_thread(between.wait, 20)
+    fetching.cancel()
+    await asyncio.sleep(0.1)  # for whoever would tidy up under its hands
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert left_in(tmp_path) == [target.name]
+    assert left_in(target) in (["new"], ["old"])
+
+
+def test_a_kept_archive_does_not_stand_in_the_way_of_the_downloads_after_it(tmp_path: Path) -> None:
+    with serving(FakeEngine(), tmp_path / "data") as url, ServiceClient(base_url=url) as service:
+        path = service.create_lora_training_client("fake", rank=4).save_state("a").result(20).path
+        with RestClient(base_url=url) as rest:
+            for _ in range(3):
+                fetching = downloads.download_async(
+                    rest, path, tmp_path / "out", force=True, resume=True, keep_archive=True
+                )
+                target = asyncio.run(fetching).destination
+                assert list(target.iterdir())
+                (scratch,) = [place for place in (tmp_path / "out").iterdir() if place != target]
+                assert {place.name for place in scratch.iterdir()} == {"archive", f"archive{downloads.NOTE}"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -368,6 +369,34 @@ def test_a_push_leaves_nothing_behind_whether_it_succeeds_or_not(
     with pytest.raises(HubError):
         source.push(repo_id="a")
     assert list(scratch.iterdir()) == []
+
+
+def test_of_a_cache_only_what_pushes_have_left_is_ever_removed(hub: Hub, source: Source, tmp_path: Path) -> None:
+    cache, long_ago = tmp_path / "cache", time.time() - 1.1 * huggingface.KEPT_SECONDS
+    hub.refuse = {"/commit/": 500}
+    with pytest.raises(tinkex.RequestFailedError):
+        source.push(repo_id="a", cache_dir=cache)
+    [left] = cache.iterdir()
+    foreign = cache / "thesis"
+    foreign.mkdir()
+    (foreign / "chapter").write_text("years of work")
+    for place in (left, foreign):
+        os.utime(place, (long_ago, long_ago))
+    hub.refuse = {}
+    source.push(repo_id="a", cache_dir=cache)
+    assert [place.name for place in cache.iterdir()] == ["thesis"]
+    assert (foreign / "chapter").read_text() == "years of work"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are another matter there")
+def test_what_a_push_works_with_is_for_nobody_else_to_read(hub: Hub, source: Source, tmp_path: Path) -> None:
+    seen: list[int] = []
+    hub.on_request = lambda path: seen.extend(place.stat().st_mode & 0o77 for place in (tmp_path / "c").glob("*"))
+    hub.refuse = {"/commit/": 500}
+    with pytest.raises(tinkex.RequestFailedError):
+        source.push(repo_id="a", cache_dir=tmp_path / "c")
+    [left] = (tmp_path / "c").iterdir()
+    assert {*seen, left.stat().st_mode & 0o77} == {0}
 
 
 @pytest.mark.covers("1.2.3/17")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,22 @@ def test_an_import_says_how_far_it_is(
     assert told == sorted(told)
     assert told[-1] == (read + sum(4 * tensor.numel() for tensor in written.values()),) * 2
     assert len(told) >= told[-1][0] // 100
+
+
+def test_reading_an_adapter_holds_its_file_no_longer_than_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(imports, "PIECE", 1 << 16)
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({str(number): torch.zeros(1 << 18) for number in range(8)}, path)
+    imports._read_tensors(path, imports._Told(None))  # whatever is imported for it
+    tracemalloc.start()
+    try:
+        imports._read_tensors(path, imports._Told(None))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 2.5 * path.stat().st_size  # the tensors twice, while their numbers are converted
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from support import MODEL, Wire, make_data, sample_json, serving, step_json, wai
 from tinkex import AdamParams, LocalBackend, ModelInput, SamplingParams, ServiceClient
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
+from tinkex.futures import start
 from tinkex.server.state import Limits
 from tinkex.types import Datum
 
@@ -292,6 +293,31 @@ def test_a_session_that_ends_takes_its_samples_with_it(tmp_path: Path) -> None:
         wire = Wire(url)
         wire.model()  # the worker has come round to it
         assert not engine.sampling()
+
+
+def test_the_journal_of_a_session_that_ends_while_others_are_tidied_does_not_come_back(tmp_path: Path) -> None:
+    with (
+        LocalBackend(engine=FakeEngine(), data_dir=tmp_path) as backend,
+        ServiceClient(base_url=backend.base_url) as one,
+        ServiceClient(base_url=backend.base_url) as other,
+    ):
+        for service in (one, other):
+            sampler = service.create_sampling_client(base_model="fake")
+            sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2)).result(20)
+        assert backend._exchange is not None
+        state = backend._exchange._app.state.server
+        first, second = state.samples
+
+        async def tidy() -> bool:
+            for session_id in (first, second):
+                state.promises.forget_session(session_id)  # as if they had been read long ago
+            noting = asyncio.create_task(state.note_read_samples())
+            await asyncio.sleep(0)  # until it waits for the disk
+            state.end_session(second)
+            await noting
+            return bool(state.samples_directory(second).exists())
+
+        assert not start(tidy()).result(20)
 
 
 def test_a_model_whose_session_ends_while_it_is_made_is_dropped(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ import asyncio
 import concurrent.futures
 import errno
 import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -153,6 +156,51 @@ def test_a_method_that_was_asked_for_early_is_the_engines_when_it_is_called() ->
         engine.create("a", "fake", tinkex.LoraConfig(rank=4))
     drop("a")
     engine.create("a", "fake", tinkex.LoraConfig(rank=4))
+
+
+LISTING = """
+import sys
+from tinkex import LocalBackend, ServiceClient
+from tinkex.tokenizers import BUNDLED
+
+with (
+    LocalBackend({"mine": BUNDLED["tinkex/tiny"]}, data_dir=sys.argv[1]) as backend,
+    ServiceClient(base_url=backend.base_url) as service,
+):
+    print(service.get_server_capabilities().model_names(), "torch" in sys.modules)
+"""
+
+
+def test_models_of_ones_own_are_listed_without_torch_too(tmp_path: Path) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", LISTING, str(tmp_path)],
+        env={**os.environ, "TINKEX_HUB_CACHE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert shown.stdout == "['mine'] False\n"
+
+
+def test_why_an_engine_cannot_be_made_is_told_to_everyone_who_needs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reasons = iter(["libgomp.so.1: cannot open", "torch is only half initialised", "and so on", "and so on"])
+
+    def fail(models: Any) -> FakeEngine:
+        raise OSError(next(reasons))
+
+    monkeypatch.setattr(local, "make_engine", fail)
+    why = "the engine cannot be made: OSError: libgomp.so.1: cannot open"
+    with LocalBackend(data_dir=tmp_path) as backend, ServiceClient(base_url=backend.base_url) as service:
+        sampler = service.create_sampling_client(base_model="tinkex/tiny")
+        prompt, params = tinkex.ModelInput.from_ints([1]), tinkex.SamplingParams(max_tokens=1)
+        with pytest.raises(tinkex.RequestFailedError, match=why):
+            sampler.sample(prompt, 1, params).result(20)
+        with pytest.raises(tinkex.RequestFailedError, match=why):
+            service.create_lora_training_client("tinkex/tiny", rank=4)
+        assert RestClient(service.holder).list_user_checkpoints().result().checkpoints == []  # needs no engine
 
 
 def test_two_backends_are_two(tmp_path: Path) -> None:

@@ -480,6 +480,28 @@ def test_a_resumed_run_deletes_what_it_saved_before_it_was_broken_off(
     assert left == []
 
 
+def test_a_run_that_was_started_when_all_checkpoints_were_kept_goes_on_so(
+    train: Callable[..., Result], data: Path, engine: FakeEngine
+) -> None:
+    _at_step(engine, 9, _interrupt)
+    few = ("--steps", 12, "--batch-size", 3, "--save-every", 2)
+    assert train(data, *few, "--keep", "all", "--output", "run").exit_code == 130
+    before = paths("run")
+    assert len(before) > 3
+    config = json.loads(Path("run/config.json").read_text())
+    del config["keep"]  # as the versions before the option wrote it
+    Path("run/config.json").write_text(json.dumps(config))
+    resumed = train("--resume", "run")
+    assert resumed.exit_code == 0, resumed.output
+    assert paths("run")[: len(before)] == before
+    assert kept("run")[-1] == 12
+
+
+def test_a_run_without_the_option_notes_how_many_it_keeps(train: Callable[..., Result], data: Path) -> None:
+    assert train(data, "--steps", 1, "--output", "run").exit_code == 0
+    assert json.loads(Path("run/config.json").read_text())["keep"] == 3
+
+
 def test_a_checkpoint_that_cannot_be_deleted_is_told_of_once_and_tried_again(tmp_path: Path) -> None:
     folder, said = RunFolder.create(tmp_path / "run", {}, {}), list[str]()
     tried, refused = list[str](), {"1", "2"}

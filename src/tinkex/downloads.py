@@ -195,7 +195,7 @@ class _Download:
                 await self._fetch_files(files)
             else:
                 await self._fetch_archive(files)
-            await asyncio.to_thread(self._swap, files)
+            await _undisturbed(self._swap, files)
             keep = self.keep_archive and self._can_resume()
         except DownloadError as error:
             keep = error.reason == "download_failed" and self._can_resume()
@@ -227,7 +227,7 @@ class _Download:
 
         await fetch(self._rest._transport, address, archive, self._progress, ask_again=self.keep_archive)
         try:
-            await asyncio.to_thread(extract, archive, files, self._limits)
+            await _undisturbed(extract, archive, files, self._limits)
         except (UnsafeArchiveError, tarfile.TarError, OSError, EOFError, ValueError) as error:
             message = f"the archive of {self._path} was not unpacked: {error}"
             raise DownloadError(message, "extraction_failed") from error
@@ -256,16 +256,28 @@ class _Download:
         """Put the new directory in the place of the old one, which is removed after that."""
         if self._force and os.path.lexists(self._target):
             old = self._scratch / "old"
+            shutil.rmtree(old, ignore_errors=True)
             os.replace(self._target, old)
             try:
                 os.replace(files, self._target)
             except OSError:
                 os.replace(old, self._target)
                 raise
+            shutil.rmtree(old, ignore_errors=True)  # here, for what lies beside it may be kept
             return
         if os.path.lexists(self._target):  # it has come there meanwhile
             raise DownloadError(f"{self._target} is there already", "exists", path=self._target)
         os.replace(files, self._target)
+
+
+async def _undisturbed(function: Callable[..., object], *args: object) -> None:
+    """Call a function on a thread; who is cancelled meanwhile waits for its end, and only then tidies up."""
+    working = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise
 
 
 def _make(directory: Path) -> None:

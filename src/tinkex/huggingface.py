@@ -41,6 +41,8 @@ T = TypeVar("T")
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CONFIG, COMPLETE, CARD = "adapter_config.json", "checkpoint_complete", "README.md"
 SHOWN_BYTES = 500
+WORKPLACE = "tinkex-push-"
+"""What the names of directories that a push works in begin with."""
 KEPT_SECONDS = 7 * 86400.0
 """How long what a broken-off push has fetched is kept for the next one."""
 
@@ -166,19 +168,21 @@ async def push_checkpoint_adapter_async(
 def _workplace(cache_dir: str | os.PathLike[str] | None, what: str) -> Iterator[Path]:
     """A directory to work in. In a cache, a push takes over what one before it has left, and leaves what it has."""
     if cache_dir is None:
-        with tempfile.TemporaryDirectory(prefix="tinkex-push-") as scratch:
+        with tempfile.TemporaryDirectory(prefix=WORKPLACE) as scratch:
             yield Path(scratch)
         return
-    root, key = Path(cache_dir), hashlib.sha256(what.encode()).hexdigest()[:16]
+    root = Path(cache_dir).expanduser()
     root.mkdir(parents=True, exist_ok=True)
-    for left in root.iterdir():
+    for left in root.glob(f"{WORKPLACE}*"):  # nothing else: the directory may be anyone's
         with contextlib.suppress(OSError):  # another push may have taken it
             if time.time() - left.stat().st_mtime > KEPT_SECONDS:
                 shutil.rmtree(left)
-    kept, own = root / key, root / f"{key}.{secrets.token_hex(4)}"
+    kept = root / f"{WORKPLACE}{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    own = kept.with_name(f"{kept.name}.{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         kept.rename(own)  # of several pushes at once, one has it
-    own.mkdir(exist_ok=True)
+    own.mkdir(mode=0o700, exist_ok=True)  # weights are for nobody else to read
+    os.utime(own)  # in use, however old what it holds
     try:
         yield own
     except BaseException:

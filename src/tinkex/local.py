@@ -72,7 +72,7 @@ def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
     """
     if not models:
         return {DEFAULT_MODEL: BUNDLED[DEFAULT_MODEL]}
-    from tinkex.engine.weights import resolve
+    from tinkex.engine.config import resolve
 
     resolved = {}
     for name, place in models.items():

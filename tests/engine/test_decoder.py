@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from tinkex.engine import EngineError
 from tinkex.engine.attention import PackedAttention
-from tinkex.engine.config import DecoderConfig
+from tinkex.engine.config import DecoderConfig, resolve
 from tinkex.engine.decoder import Decoder, hidden_states
 from tinkex.engine.torch_engine import TorchEngine
-from tinkex.engine.weights import load_decoder, resolve
+from tinkex.engine.weights import load_decoder
 
 if TYPE_CHECKING:
     from pathlib import Path

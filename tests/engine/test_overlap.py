@@ -24,7 +24,7 @@ from engine.conftest import SMALL
 from engine.references import adapter_of
 from engine.test_splits import CASES, examples
 from engine.test_steps import Memory
-from tinkex.engine import EngineError, run_pass
+from tinkex.engine import EngineError, decoding, run_pass
 from tinkex.engine.cache import BLOCK, block_bytes
 from tinkex.engine.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch_engine import TorchEngine
@@ -420,6 +420,48 @@ def test_nothing_is_held_when_nothing_runs(crowd: TorchEngine, cancelled: bool) 
         engine.sample_step()
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("room", ["a longer slab", "more slots", "a seat"])
+def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
+    crowd: TorchEngine, monkeypatch: pytest.MonkeyPatch, room: str
+) -> None:
+    monkeypatch.setattr(decoding, "SMALLEST_SLAB", BLOCK)
+    monkeypatch.setattr(decoding, "FIRST_SLOTS", 2 if room == "more slots" else 32)
+    engine, fine = limited(crowd, static=False), ask(BLOCK - 6, 1, 30)
+    expected = alone(engine, fine)
+    runner, put = runner_of(engine), decoding.put
+    free, failed, slabs = runner._blocks.free, list[str](), vars(runner._decoding)["_slabs"]
+
+    def refuse(*given: Any, **_: Any) -> Any:
+        if room == "a seat" and given[1] is not runner._pool.kv:
+            return put(*given)
+        raise MemoryError("no more memory")
+
+    engine.sample_start("one", "bare", fine, 1)
+    engine.sample_start("two", "bare", ask(BLOCK - 8, 2, 30), 2)
+    for _ in range(3):
+        engine.sample_step()
+    with monkeypatch.context() as fault:
+        if room == "a seat":
+            fault.setattr(decoding, "put", refuse)
+            engine.sample_start("three", "bare", ask(5, 1, 30), 3)
+        elif room == "more slots":
+            fault.setattr(torch, "zeros_like", refuse)
+        else:
+            del slabs[2 * BLOCK]  # which the first has left
+            fault.setattr(decoding, "zeros", refuse)
+        while not failed and engine.sampling():
+            try:
+                failed += [done.job for done in engine.sample_step() if isinstance(done.result, MemoryError)]
+            except MemoryError:  # of all
+                failed.append(room)
+    for job in ("one", "two", "three"):
+        engine.sample_cancel(job)
+    assert not engine.sampling()
+    assert runner._blocks.free == free
+    assert failed == (["three"] if room == "a seat" else [room])
+    assert alone(engine, fine) == expected
 
 
 # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -280,6 +280,16 @@ def test_after_a_fault_of_ours_nothing_is_left_of_the_passes_it_hit(
     assert isinstance(together(shared, {"3": ("a", data(9))})["3"], ForwardBackwardOutput)
 
 
+def test_a_fault_of_ours_does_not_swallow_what_had_ended_before_it(
+    shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Memory(monkeypatch, 40)
+    monkeypatch.setattr(trainer.Trainer, "_halve", lambda *_: 1 / 0)
+    ended = together(shared, {"1": ("a", data(20)), "2": ("b", data(48))})
+    assert isinstance(ended["1"], ForwardBackwardOutput)
+    assert isinstance(ended["2"], ZeroDivisionError)
+
+
 def test_a_datum_that_memory_has_no_room_for_is_named(
     shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:

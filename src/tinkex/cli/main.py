@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -157,6 +158,7 @@ def main() -> None:
         cli.main(prog_name="tinkex", complete_var=VARIABLE)
     code = run().exit_code
     if code == INTERRUPTED:  # all is put away, and who wants out need not wait for threads such as those of an upload
+        atexit._run_exitfuncs()  # which nothing else would call: the last spans of a server are sent by one
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -283,6 +283,7 @@ def _take_up(context: click.Context, options: dict[str, Any]) -> None:
     if folder.facts.get("sampler"):
         raise click.ClickException(f"the run in {folder.path} is finished: its model is {folder.facts['sampler']}")
     kept = {name: value for name, value in folder.config.items() if name in options and name not in NOT_KEPT}
+    kept.setdefault("keep", 0)  # who started it was not told that anything would be deleted
     now = {name: options[name] for name in WITH_RESUME if options[name] is not None}
     options.update({**kept, "data": data, **now})
     if options["eval_file"] is not None:
@@ -463,7 +464,7 @@ class Command:
         }
         if self.options["resume"]:
             return self._same_folder(facts)
-        told = {**self.options, "base_model": self.model, "base_url": service.holder.config.base_url}
+        told = {**self.options, "base_model": self.model, "base_url": service.holder.config.base_url, "keep": self.keep}
         config = {name: value for name, value in told.items() if value is not None and name not in NOT_KEPT}
         for name in ("data", "eval_file"):
             if name in config:

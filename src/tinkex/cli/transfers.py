@@ -235,8 +235,13 @@ def _directory(directory: Path, files: list[str], made: Path, meter: Meter) -> P
 def _replace(made: Path, output: Path) -> None:
     if output.is_dir() and not output.is_symlink():
         old = made.with_name("old")
-        os.replace(output, old)
-        os.replace(made, output)
+        try:
+            os.replace(output, old)
+            os.replace(made, output)
+        except BaseException:  # the directory that both are in will be emptied
+            if old.exists() and not output.exists():
+                os.replace(old, output)
+            raise
         shutil.rmtree(old)
     else:
         os.replace(made, output)

@@ -9,13 +9,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinkex.engine import BaseModel, EngineError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
 ARCHITECTURES = ("gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
@@ -25,6 +24,7 @@ HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, "qwen3": 128}
 """Sizes of a head that do not follow from the hidden size, where a file does not give them."""
 ROPE_TYPES = ("default", "linear", "llama3")
 SLIDING = "sliding_attention"
+CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 Fields: TypeAlias = Mapping[str, Any]
 
@@ -251,6 +251,36 @@ def _experts(fields: Fields, layers: int) -> ExpertsConfig | None:
         mlp=int(fields.get("moe_intermediate_size", 768)),
         normed=bool(fields.get("norm_topk_prob", False)),
     )
+
+
+def resolve(source: str | Path) -> Path:
+    """The directory of a checkpoint given as a directory or a hub id; the offline cache is asked first."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if isinstance(source, Path) or source.count("/") != 1 or source.startswith((".", "/", "~")):
+        raise EngineError(
+            f"{source} is not a directory; give a checkpoint directory or a hub id such as Qwen/Qwen3-0.6B"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        cached = Path(snapshot_download(source, local_files_only=True, allow_patterns=CHECKPOINT_FILES))
+    except LocalEntryNotFoundError:
+        cached = None
+    if cached is not None and any(cached.glob("*.safetensors")):  # a cached tokenizer alone is no checkpoint
+        return cached
+    if HF_HUB_OFFLINE:
+        raise EngineError(
+            f"{source} is not in the Hugging Face cache and HF_HUB_OFFLINE is set; "
+            "download it first (hf download) or give a directory"
+        )
+    try:
+        return Path(snapshot_download(source, allow_patterns=CHECKPOINT_FILES))
+    except Exception as error:
+        raise EngineError(f"{source} is neither a directory nor a model that can be downloaded: {error}") from error
 
 
 def eos_tokens(directory: Path) -> frozenset[int]:

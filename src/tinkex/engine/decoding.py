@@ -269,11 +269,10 @@ class SlabDecoding:
         self._one_thread, self._all_threads = Threads(1), Threads(torch.get_num_threads())
 
     def join(self, row: Row, prompt: Sequence[int]) -> None:
-        """Copy the prompt's keys and values into a slot."""
-        kv_LGSC = self._slot(row, row.length + 1)
+        """Copy the prompt's keys and values into a slot, which is taken last: there may be no memory for the others."""
         blocks = put(prompt, self._pool.kv)
         parts = self._pool.kv.index_select(2, blocks).flatten(2, 3)  # [L, 2, S, G, C]
-        kv_LGSC[..., : row.length, :] = parts[:, :, : row.length].transpose(2, 3)
+        self._slot(row, row.length + 1)[..., : row.length, :] = parts[:, :, : row.length].transpose(2, 3)
 
     def leave(self, row: Row) -> None:
         """Close the gap that the row leaves; its own slot is zeroed, for what is masked must be finite."""
@@ -328,11 +327,12 @@ class SlabDecoding:
         return slab.kv[:, :, row.place[1]]
 
     def _move(self, row: Row) -> None:
-        """To the slab of longer rows."""
-        size, slot = row.place
-        old = self._slabs[size].kv[:, :, slot].clone()
+        """To the slab of longer rows; if there is no memory for it, the row is still where it was."""
+        size, slot = before = row.place
+        self._slot(row, size + 1)[..., :size, :] = self._slabs[size].kv[:, :, slot]
+        after, row.place = row.place, before
         self.leave(row)
-        self._slot(row, size + 1)[..., :size, :] = old
+        row.place = after
 
 
 class _SlabAttention:

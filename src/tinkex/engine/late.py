@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
+from tinkex.engine import EngineError
 from tinkex.engine.config import describe
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ IDLE: dict[str, Any] = {
 }
 """What an engine that has nothing answers, by method."""
 
+logger = logging.getLogger(__name__)
+
 
 class LateEngine:
     """Stands for an engine over these models; the first call that needs it makes it, on the thread that calls."""
@@ -32,6 +36,7 @@ class LateEngine:
         self._models = [describe(name, directory) for name, directory in models.items()]
         self._make = make
         self._made: Engine | None = None
+        self._failure = ""
 
     def models(self) -> Sequence[BaseModel]:
         """The base models on offer."""
@@ -44,7 +49,21 @@ class LateEngine:
             if self._made is None:
                 if name in IDLE:
                     return IDLE[name]
-                self._made = self._make()
+                self._made = self._first()
             return getattr(self._made, name)(*args, **named)
 
         return call
+
+    def _first(self) -> Engine:
+        """Make the engine, once: a library that did not load fails the second time for another reason, which misleads.
+
+        Raises:
+            EngineError: It cannot be made.
+        """
+        if not self._failure:
+            try:
+                return self._make()
+            except Exception as error:
+                logger.exception("the engine cannot be made")
+                self._failure = f"the engine cannot be made: {type(error).__name__}: {error}"
+        raise EngineError(self._failure, "server")

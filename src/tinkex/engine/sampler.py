@@ -203,8 +203,14 @@ class Runner:
         self._blocks.hold(shared)
         source = running.job.source
         blocks = [*shared, *self._blocks.take(blocks_for(prompt) - len(shared))]
-        sample.row, sample.fed = Row(source.lora, source.weights, blocks, prompt), 0
-        self._decoding.join(sample.row, running.blocks)
+        row = Row(source.lora, source.weights, blocks, prompt)
+        try:
+            self._decoding.join(row, running.blocks)
+        except Exception as error:  # for want of memory
+            self._blocks.release(blocks)
+            _fail([running], error)
+            return False
+        sample.row, sample.fed = row, 0
         running.rows.append(running.waiting.pop(0))
         return True
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinkex.engine import ADAMW, BaseModel, EngineError, Listener, PassDone, SampleDone
-from tinkex.engine.config import describe
+from tinkex.engine.config import describe, resolve
 from tinkex.engine.custom import CompiledLoss, compile_graph
 from tinkex.engine.decoder import BARE, Decoder, Lora
 from tinkex.engine.jobs import Job, Source
@@ -23,7 +23,6 @@ from tinkex.engine.weights import (
     load_decoder,
     load_factors,
     read_lora_config,
-    resolve,
     save_adapter,
 )
 

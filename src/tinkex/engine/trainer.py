@@ -205,30 +205,36 @@ class Trainer:
 
     def step(self) -> list[PassDone]:
         """Run a few pieces together, and return the passes that ended; after a fault of ours, that is all of them."""
+        done: list[PassDone] = []
         try:
-            return self._step()
+            self._step(done)
         except Exception as error:
             logger.exception("a step of training failed; the passes under way are lost")
-            lost = [PassDone(work.job, error) for passes in self._passes.values() for work in passes]
+            done += [PassDone(work.job, error) for passes in self._passes.values() for work in passes]
             self._passes, self._unread = {}, None
-            return lost
+        return done
 
-    def _step(self) -> list[PassDone]:
+    def _step(self, done: list[PassDone]) -> None:
+        """Add those that ended to `done` at once: no one else knows of them any more."""
         chosen, before, self._unread = self._choose(), self._unread, None
         if not chosen:
-            return self._read(before)
+            done += self._read(before)
+            return
         try:
             launched = launch(chosen, sparing=self._sparing(chosen))
         except Exception as error:
-            done = self._read(before)  # which may hold other pieces of the same passes
-            if not _is_out_of_memory(error):
-                return done + self._ended(chosen, dict.fromkeys((work.job for work, _ in chosen), error))
-            return done + self._ended(chosen, self._halve(chosen, error))
+            done += self._read(before)  # which may hold other pieces of the same passes
+            if _is_out_of_memory(error):
+                done += self._ended(chosen, self._halve(chosen, error))
+            else:
+                done += self._ended(chosen, dict.fromkeys((work.job for work, _ in chosen), error))
+            return
         self._grow()
-        if not self.ahead or self._next(None) is None:  # nothing is to be gained by waiting
-            return self._read(before) + self._read(launched)
-        self._unread = launched
-        return self._read(before)
+        done += self._read(before)
+        if self.ahead and self._next(None) is not None:
+            self._unread = launched
+        else:  # nothing is to be gained by waiting
+            done += self._read(launched)
 
     def _sparing(self, chosen: Sequence[tuple[Pass, list[int]]]) -> bool:
         """Whether a step has to be, since its one datum exceeds what the budget allows to keep."""

@@ -29,37 +29,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 PREFIX = "base_model.model."
-CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-
-
-def resolve(source: str | Path) -> Path:
-    """The directory of a checkpoint given as a directory or a hub id; the offline cache is asked first."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if isinstance(source, Path) or source.count("/") != 1 or source.startswith((".", "/", "~")):
-        raise EngineError(
-            f"{source} is not a directory; give a checkpoint directory or a hub id such as Qwen/Qwen3-0.6B"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        cached = Path(snapshot_download(source, local_files_only=True, allow_patterns=CHECKPOINT_FILES))
-    except LocalEntryNotFoundError:
-        cached = None
-    if cached is not None and any(cached.glob("*.safetensors")):  # a cached tokenizer alone is no checkpoint
-        return cached
-    if HF_HUB_OFFLINE:
-        raise EngineError(
-            f"{source} is not in the Hugging Face cache and HF_HUB_OFFLINE is set; "
-            "download it first (hf download) or give a directory"
-        )
-    try:
-        return Path(snapshot_download(source, allow_patterns=CHECKPOINT_FILES))
-    except Exception as error:
-        raise EngineError(f"{source} is neither a directory nor a model that can be downloaded: {error}") from error
 
 
 class _Tensors:

@@ -7,6 +7,7 @@ we train as a whole, gets a fresh pair: B is zero, so that it adds nothing, and 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import uuid
@@ -258,13 +259,8 @@ def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
             )
         raise EngineError(f"{path.parent} has no {WEIGHTS}")
     told.expect(read=path.stat().st_size, write=path.stat().st_size)
-    pieces = []
-    with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            pieces.append(piece)
-            told.add(len(piece))
     try:
-        found = deserialize(b"".join(pieces))  # type: ignore[no-untyped-call]
+        found = deserialize(_read(path, told))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise EngineError(f"{path} cannot be read: {error}") from None
     tensors = {}
@@ -276,6 +272,16 @@ def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
             raw = (raw.astype("<u4") << 16).view("<f4")
         tensors[name] = raw.astype(np.float32).reshape(about["shape"])
     return tensors
+
+
+def _read(path: Path, told: _Told) -> bytes:
+    """A whole file, of which there is one copy in memory, for as long as the caller wants it."""
+    whole = io.BytesIO()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            whole.write(piece)
+            told.add(len(piece))
+    return whole.getvalue()
 
 
 def _write(

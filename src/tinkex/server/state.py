@@ -327,7 +327,7 @@ class State:
         """Let the journals of samples know which results have reached their readers, and drop what is over."""
         for session_id, numbers in list(self.samples.items()):
             over = [request_id for request_id in numbers if self.promises.is_over(request_id)]
-            if not over:
+            if not over or session_id not in self.samples:  # it may have ended while another's was written
                 continue
             journal = self.journal(self.samples_directory(session_id))
             for request_id in over:
