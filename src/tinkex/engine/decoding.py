@@ -371,7 +371,8 @@ class _SlabPart:
         groups, size, channels = slab.kv.shape[3:]
         positions = np.array([row.length for row in slab.rows])
         self._width = blocks_for(int(positions.max()) + 1) * BLOCK
-        is_long = len(order) * groups * self._width * channels >= LONG_ATTENTION
+        several = len(order) * groups  # a single product may be split among threads, which shows in its last bits
+        is_long = several > 1 and several * self._width * channels >= LONG_ATTENTION
         self._threads = threads if is_long else nullcontext()
         heads = np.arange(len(order) * groups)
         self._places = torch.from_numpy(heads * size + positions.repeat(groups))
