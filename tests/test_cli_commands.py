@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import Wire, serving
 from tinkex.cli import run
 from tinkex.cli.main import COMMANDS, cli
+from tinkex.cli.output import size
 from tinkex.cli.results import Result
 from tinkex.engine import BaseModel
 from tinkex.engine.fake import FakeEngine
@@ -148,6 +150,11 @@ def test_every_command_has_help(command: Command) -> None:
         (("run", "info"), "Usage: tinkex run info", "Missing argument 'RUN_ID'"),
         (("checkpoint", "--output", "x", "list"), "Usage: tinkex checkpoint", "--output has no effect in front of"),
         (("-f", "json", "serve"), "Usage: tinkex ", "--format has no effect on `serve`"),
+        (("-f", "json", "train", "x"), "Usage: tinkex ", "give --format after the command: `tinkex train --format"),
+        (("run", "--seed", "x"), "Usage: tinkex run ", "'x' is not a valid integer."),
+        (("run", "--num-samples", "x"), "Usage: tinkex run ", "'x' is not a whole number."),
+        (("run", "--top-p", "x"), "Usage: tinkex run ", "'x' is not a number."),
+        (("run", "--top-p", "0"), "Usage: tinkex run ", "0.0 is not in the range 0<x<=1"),
     ],
 )
 def test_wrong_words_are_told_with_the_help_that_fits(
@@ -244,6 +251,18 @@ def test_a_reader_that_has_had_enough_is_no_error_of_ours(monkeypatch: pytest.Mo
         monkeypatch.setattr(sys, "stdout", pipe)
         result = run(["version", "--json"])
         assert (result.exit_code, type(result.error)) == (1, BrokenPipeError)
+
+
+def test_a_full_disk_behind_standard_output_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str, /) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert run(["version", "--json"]).exit_code == 1
+    assert capsys.readouterr().err == f"Error: cannot write: {os.strerror(errno.ENOSPC)}\n"
 
 
 @pytest.mark.covers("1.16.1")
@@ -625,6 +644,17 @@ def test_a_trace_is_fetched_or_its_address_shown(
     assert shown.json == {"session_id": "s", "destination": "s.pftrace", "file_size_bytes": 8}
     assert (tmp_path / "s.pftrace").read_bytes() == b"perfetto"
     assert command("session", "export-trace", "s", "--url-only", "-o", "x").code == 1
+
+
+def test_the_trace_of_a_backend_inside_this_process_is_copied(command: Command, tmp_path: Path) -> None:
+    target = tmp_path / "made" / "it.json"
+    with tinkex.LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "data") as backend:
+        with tinkex.ServiceClient(base_url=backend.base_url) as service:
+            session = service.create_lora_training_client("fake", rank=4).holder.session_id
+        shown = command("session", "export-trace", session, "-o", str(target), "--base-url", backend.base_url)
+    assert (shown.code, shown.out) == (0, f"Wrote {target} ({size(target.stat().st_size)})\n")
+    assert "create_model" in target.read_text()
+    assert os.listdir(target.parent) == ["it.json"]
 
 
 # ── changes ──────────────────────────────────────────────────────────────────────────────────────────────────────

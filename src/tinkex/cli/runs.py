@@ -84,7 +84,7 @@ def sample_options(function: F) -> F:
         click.option("--top-k", type=int, default=-1, show_default=True, help="Draw from the likeliest k; -1: all."),
         click.option(
             "--top-p",
-            type=click.FloatRange(0, 1),
+            type=click.FloatRange(0, 1, min_open=True),
             default=1.0,
             show_default=True,
             help="Draw from the likeliest that have this probability together.",
