@@ -21,7 +21,7 @@ import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import Wire, serving
 from tinkex.cli import run
-from tinkex.cli.main import COMMANDS, cli
+from tinkex.cli.main import COMMANDS, cli, main
 from tinkex.cli.output import size
 from tinkex.cli.results import Result
 from tinkex.engine import BaseModel
@@ -251,6 +251,22 @@ def test_a_reader_that_has_had_enough_is_no_error_of_ours(monkeypatch: pytest.Mo
         monkeypatch.setattr(sys, "stdout", pipe)
         result = run(["version", "--json"])
         assert (result.exit_code, type(result.error)) == (1, BrokenPipeError)
+
+
+def test_a_program_without_streams_does_its_work_in_silence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["key", "create", "ada", "--data-dir", str(tmp_path)]).exit_code == 0
+    capfd.readouterr()
+    monkeypatch.setattr(sys, "argv", ["tinkex", "key", "list", "--data-dir", str(tmp_path)])
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.close()
+    monkeypatch.undo()
+    assert (ended.value.code, *capfd.readouterr()) == (0, "", "")
 
 
 def test_a_full_disk_behind_standard_output_is_one_error(

@@ -178,8 +178,16 @@ def _kind_of_number(found: re.Match[str]) -> str:
     return "is not a whole number" if found[1] == "integer" else "is not a number"
 
 
+def _open_streams() -> None:
+    """A program that was started with a stream closed has none there; nothing is read from it, or lost in it."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 (until the end)
+
+
 def main() -> None:
     """Run the command line of this process, and end it."""
+    _open_streams()
     if VARIABLE in os.environ:  # the shell asks for completions
         cli.main(prog_name="tinkex", complete_var=VARIABLE)
     code = run().exit_code
