@@ -431,7 +431,7 @@ def test_a_failure_is_told_in_the_words_of_who_called_and_not_of_the_wire(
     faulty.script("retrieve_future", Answer(body={"error": "it is too hot", "category": "user"}))
     shown = command(*words)
     assert shown.code == 1
-    assert "sampling failed (user error): it is too hot" in shown.err
+    assert shown.err == "Error: sampling failed (please check your inputs): it is too hot\n"
     faulty.script("asample", Answer(422, {"detail": "no"}))
     refused = command(*words)
     assert "sampling at 127.0.0.1:" in refused.err
@@ -671,6 +671,20 @@ def test_the_trace_of_a_backend_inside_this_process_is_copied(command: Command, 
     assert (shown.code, shown.out) == (0, f"Wrote {target} ({size(target.stat().st_size)})\n")
     assert "create_model" in target.read_text()
     assert os.listdir(target.parent) == ["it.json"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("run", "--base-model", "x", "--prompt", "y"), ("checkpoint", "save", "--base-model", "x")],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_asked(
+    command: Command, faulty: FaultyServer, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "file").touch()
+    for place, reason in ((tmp_path, "Is a directory"), (tmp_path / "file" / "below" / "it", "Not a directory")):
+        shown = command(*words, "--output", str(place))
+        assert (shown.code, shown.out, shown.err) == (1, "", f"Error: {place} cannot be written: {reason}\n")
+    assert faulty.seen == []
 
 
 # ── changes ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -23,6 +23,7 @@ from tinkex.cli.options import (
 )
 from tinkex.cli.output import (
     Column,
+    check_place,
     expiry,
     lora,
     print_fields,
@@ -148,6 +149,8 @@ def sample(
     given = read_prompt(prompt, prompt_file)
     if model_path is not None:
         checked_path(model_path)
+    if output is not None:
+        check_place(Path(output))
     click.echo("Starting sampling...", err=json)
     pools = None if http_pool is None else {"sample": http_pool}
     with explaining("sampling"), connection.service(pool_sizes=pools) as service:
