@@ -375,7 +375,10 @@ class Command:
         try:
             examples, bad = read_examples(path)
         except OSError as error:
-            raise click.ClickException(f"{path} cannot be read: {error.strerror or error}") from None
+            told = f"{path} cannot be read: {error.strerror or error}"
+            if self.options["resume"] and path == self.options["data"]:
+                told += f" (if it was moved: tinkex train --resume {shlex.quote(str(self.options['resume']))} FILE)"
+            raise click.ClickException(told) from None
         if not examples and not bad:
             raise click.ClickException(f"{path} is empty: it has no line to learn from")
         lines = len(examples) + len(bad)
