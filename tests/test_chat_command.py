@@ -240,7 +240,17 @@ def test_the_oldest_messages_make_room(talk: Chat, told: list[str]) -> None:
         assert talk.ask(f"message {number} " + "word " * 8, lambda piece: None).text
         assert len(talk.prompt()) <= 300 - 12
     assert any("do not fit any more" in text for text in told)
+    assert len(told) == len(set(told))
     assert len(talk.messages) == 12
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_message_that_fits_in_no_case_is_refused_with_its_length(talk: Chat, told: list[str], raw: bool) -> None:
+    talk.context, talk.raw = 40, raw
+    with pytest.raises(ValueError, match=r"^that is too long: \d+ tokens, of the 40 that the model takes in all$"):
+        talk.ask("word " * 40, lambda piece: None)
+    assert (talk.messages, told) == ([], [])
+    assert talk.ask("word", lambda piece: None).text
 
 
 # ── at a terminal, and piped ─────────────────────────────────────────────────────────────────────────────────────

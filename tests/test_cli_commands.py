@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
@@ -20,7 +21,8 @@ import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import Wire, serving
 from tinkex.cli import run
-from tinkex.cli.main import COMMANDS, cli
+from tinkex.cli.main import COMMANDS, cli, main
+from tinkex.cli.output import size
 from tinkex.cli.results import Result
 from tinkex.engine import BaseModel
 from tinkex.engine.fake import FakeEngine
@@ -148,6 +150,11 @@ def test_every_command_has_help(command: Command) -> None:
         (("run", "info"), "Usage: tinkex run info", "Missing argument 'RUN_ID'"),
         (("checkpoint", "--output", "x", "list"), "Usage: tinkex checkpoint", "--output has no effect in front of"),
         (("-f", "json", "serve"), "Usage: tinkex ", "--format has no effect on `serve`"),
+        (("-f", "json", "train", "x"), "Usage: tinkex ", "give --format after the command: `tinkex train --format"),
+        (("run", "--seed", "x"), "Usage: tinkex run ", "'x' is not a valid integer."),
+        (("run", "--num-samples", "x"), "Usage: tinkex run ", "'x' is not a whole number."),
+        (("run", "--top-p", "x"), "Usage: tinkex run ", "'x' is not a number."),
+        (("run", "--top-p", "0"), "Usage: tinkex run ", "0.0 is not in the range 0<x<=1"),
     ],
 )
 def test_wrong_words_are_told_with_the_help_that_fits(
@@ -244,6 +251,34 @@ def test_a_reader_that_has_had_enough_is_no_error_of_ours(monkeypatch: pytest.Mo
         monkeypatch.setattr(sys, "stdout", pipe)
         result = run(["version", "--json"])
         assert (result.exit_code, type(result.error)) == (1, BrokenPipeError)
+
+
+def test_a_program_without_streams_does_its_work_in_silence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["key", "create", "ada", "--data-dir", str(tmp_path)]).exit_code == 0
+    capfd.readouterr()
+    monkeypatch.setattr(sys, "argv", ["tinkex", "key", "list", "--data-dir", str(tmp_path)])
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.close()
+    monkeypatch.undo()
+    assert (ended.value.code, *capfd.readouterr()) == (0, "", "")
+
+
+def test_a_full_disk_behind_standard_output_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str, /) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert run(["version", "--json"]).exit_code == 1
+    assert capsys.readouterr().err == f"Error: cannot write: {os.strerror(errno.ENOSPC)}\n"
 
 
 @pytest.mark.covers("1.16.1")
@@ -396,7 +431,7 @@ def test_a_failure_is_told_in_the_words_of_who_called_and_not_of_the_wire(
     faulty.script("retrieve_future", Answer(body={"error": "it is too hot", "category": "user"}))
     shown = command(*words)
     assert shown.code == 1
-    assert "sampling failed (user error): it is too hot" in shown.err
+    assert shown.err == "Error: sampling failed (please check your inputs): it is too hot\n"
     faulty.script("asample", Answer(422, {"detail": "no"}))
     refused = command(*words)
     assert "sampling at 127.0.0.1:" in refused.err
@@ -625,6 +660,31 @@ def test_a_trace_is_fetched_or_its_address_shown(
     assert shown.json == {"session_id": "s", "destination": "s.pftrace", "file_size_bytes": 8}
     assert (tmp_path / "s.pftrace").read_bytes() == b"perfetto"
     assert command("session", "export-trace", "s", "--url-only", "-o", "x").code == 1
+
+
+def test_the_trace_of_a_backend_inside_this_process_is_copied(command: Command, tmp_path: Path) -> None:
+    target = tmp_path / "made" / "it.json"
+    with tinkex.LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "data") as backend:
+        with tinkex.ServiceClient(base_url=backend.base_url) as service:
+            session = service.create_lora_training_client("fake", rank=4).holder.session_id
+        shown = command("session", "export-trace", session, "-o", str(target), "--base-url", backend.base_url)
+    assert (shown.code, shown.out) == (0, f"Wrote {target} ({size(target.stat().st_size)})\n")
+    assert "create_model" in target.read_text()
+    assert os.listdir(target.parent) == ["it.json"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("run", "--base-model", "x", "--prompt", "y"), ("checkpoint", "save", "--base-model", "x")],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_asked(
+    command: Command, faulty: FaultyServer, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "file").touch()
+    for place, reason in ((tmp_path, "Is a directory"), (tmp_path / "file" / "below" / "it", "Not a directory")):
+        shown = command(*words, "--output", str(place))
+        assert (shown.code, shown.out, shown.err) == (1, "", f"Error: {place} cannot be written: {reason}\n")
+    assert faulty.seen == []
 
 
 # ── changes ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -171,6 +171,18 @@ def test_an_interrupted_download_is_continued(
     assert left_in(place) == ["it"]
 
 
+def test_a_download_to_where_nothing_can_be_written_is_one_error(
+    server: FaultyServer, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.mkdir(exist_ok=True)
+    file = place / "a file"
+    file.touch()
+    assert run(["checkpoint", "download", PATH, "--output", str(file / "below")]).exit_code == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"Error: {file / 'below'}")
+    assert told.endswith(": Not a directory")
+
+
 # ── export ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 PEFT = ["adapter_config.json", "adapter_model.safetensors"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -211,6 +212,14 @@ def test_bytes_that_are_no_text_are_a_bad_line_and_a_byte_order_mark_is_none(tmp
     examples, bad = read_examples(file)
     assert examples == [Example(1, prompt="a", completion="b")]
     assert [str(one) for one in bad] == ["line 2: it is not UTF-8: byte 13 is 0xff"]
+
+
+def test_a_file_in_another_encoding_is_called_that(train: Callable[..., Result], tmp_path: Path) -> None:
+    file = tmp_path / "wide.jsonl"
+    file.write_text("".join(json.dumps(talk("a", "b")) + "\n" for _ in range(3)), encoding="utf-16")
+    result = train(file)
+    assert result.exit_code == 1
+    assert result.stderr.endswith("nothing was trained (it looks like UTF-16: save it as UTF-8)\n")
 
 
 @pytest.mark.parametrize(
@@ -437,7 +446,7 @@ def test_a_run_keeps_its_last_checkpoints_and_deletes_the_others(
         assert kept(f"all{number}") == [2, 4, 6, 8, 9]
     wrong = train(data, "--keep", "some")
     assert wrong.exit_code == 2
-    assert "'some' is neither a whole number nor 'all'" in wrong.stderr
+    assert "'some' is neither a whole number from 0 up nor 'all'" in wrong.stderr
 
 
 def test_the_best_checkpoint_is_kept_besides_the_last(train: Callable[..., Result], data: Path, url: str) -> None:
@@ -586,6 +595,27 @@ def _interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_of_two_commands_in_one_folder_the_second_is_told_of_the_first(
+    train: Callable[..., Result], data: Path, engine: FakeEngine
+) -> None:
+    few = ("--steps", 6, "--batch-size", 3, "--save-every", 1, "--keep", 1, "--output", "run")
+    _at_step(engine, 3, _interrupt)
+    assert train(data, *few).exit_code == 130
+    folder, was = os.open("run", os.O_RDONLY), Path("run/run.json").read_bytes()
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    for words in (("--resume", "run"), (data, *few)):
+        second = train(*words)
+        assert (second.exit_code, second.stderr.splitlines()[-1]) == (
+            1,
+            "Error: another `tinkex train` is at work in run",
+        )
+    assert Path("run/run.json").read_bytes() == was
+    os.close(folder)
+    resumed = train("--resume", "run")
+    assert resumed.exit_code == 0, resumed.output
+    assert train(data, *few).stderr.splitlines()[-1] == "Error: run holds a finished run: give another --output"
+
+
 OPTIONS = ("--steps", 12, "--batch-size", 3, "--eval-split", 0.1, "--save-every", 5, "--eval-every", 4)
 
 
@@ -688,7 +718,8 @@ def test_a_run_goes_on_with_its_own_options_and_examples_only(
     assert other.exit_code == 2
     assert "--steps has no effect with --resume" in other.stderr
     data.rename("moved.jsonl")
-    assert "cannot be read" in train("--resume", "run").stderr
+    gone = train("--resume", "run").stderr
+    assert gone.endswith("No such file or directory (if it was moved: tinkex train --resume run FILE)\n")
     with Path("moved.jsonl").open("a") as file:
         file.write(json.dumps(talk("a", "b")) + "\n")
     changed = train("moved.jsonl", "--resume", "run")

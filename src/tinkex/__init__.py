@@ -1,6 +1,19 @@
 """tinkex: train and sample language models through the Tinker API, on the hosted service or on this machine.
 
 Names are resolved when first used, so that importing the package costs next to nothing.
+
+The examples in docstrings use these, without making them each time:
+
+    >>> from tinkex import *
+    >>> service = ServiceClient(base_url="local")
+    >>> client = service.create_lora_training_client("tinkex/tiny", rank=4)
+    >>> sampler = service.create_sampling_client(base_model="tinkex/tiny")
+    >>> rest = RestClient(base_url="local")
+    >>> tokenizer = sampler.get_tokenizer()
+    >>> tokens = tokenizer.encode("12+34=46")
+    >>> data = [Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})]
+    >>> prompt = ModelInput.from_ints(tokenizer.encode("12+34="))
+    >>> path = client.save_state("step-100").result().path
 """
 
 from __future__ import annotations

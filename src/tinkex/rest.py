@@ -224,6 +224,8 @@ class _Client:
 class RestClient(_Client):
     """Training runs, checkpoints and sessions: look them up, share them, copy them, let them expire.
 
+    In the examples `rest` is one; `help(tinkex)` shows how the others, such as `client`, are made.
+
     Args:
         _session: The session of a ServiceClient whose connections to use; instead of the others.
         base_url: The server; TINKER_BASE_URL by default.

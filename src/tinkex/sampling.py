@@ -64,9 +64,12 @@ NO_STREAMS = frozenset({404, 405, 501})
 class SamplingClient:
     """Samples from fixed weights: training that goes on elsewhere does not change what it gives.
 
+    In the examples `sampler` is one; `help(tinkex)` shows how the others, such as `prompt`, are made.
+
     Example:
         >>> with ServiceClient(base_url="local") as service:
         ...     sampler = service.create_sampling_client(base_model="tinkex/tiny")
+        ...     prompt = ModelInput.from_ints(sampler.get_tokenizer().encode("Once upon a time"))
         ...     sampler.sample(prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=8)).result()
         SampleResponse([SampledSequence(...), ...])
     """

@@ -64,6 +64,8 @@ class ServiceClient:
     Example:
         >>> with ServiceClient(base_url="local") as service:
         ...     client = service.create_lora_training_client("tinkex/tiny", rank=16)
+        ...     tokens = client.encode("12+34=46")
+        ...     data = [Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})]
         ...     client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
         10.6...
     """

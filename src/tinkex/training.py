@@ -233,8 +233,12 @@ def _public(receipt: Receipt) -> UntypedAPIFuture:
 class TrainingClient:
     """One training run. Calls return at once; the server executes them in the order they were made.
 
+    In the examples `client` is one; `help(tinkex)` shows how the others, such as `data`, are made.
+
     Example:
         >>> client = service.create_lora_training_client("tinkex/tiny", rank=16)
+        >>> tokens = client.encode("12+34=46")
+        >>> data = [Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})]
         >>> passed = client.forward_backward(data, "cross_entropy")
         >>> stepped = client.optim_step(AdamParams(learning_rate=1e-3))
         >>> passed.result().metrics["loss:sum"], stepped.result().metrics["learning_rate:mean"]
@@ -336,6 +340,7 @@ class TrainingClient:
             ValueError: There is no data.
 
         Example:
+            >>> tokens = client.encode("12+34=46")
             >>> datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
             >>> client.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"]
             10.6...

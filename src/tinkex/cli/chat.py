@@ -77,6 +77,7 @@ class Chat:
     """Whether each message is a text to go on with, without format and memory."""
     tell: Callable[[str], object] = lambda text: None
     messages: list[Message] = field(default_factory=list)
+    _left_out: int = field(default=0, init=False)
 
     def prompt(self) -> list[int]:
         """The tokens to answer to; the oldest messages are left out when there is no room for them."""
@@ -88,8 +89,9 @@ class Chat:
             tokens: list[int] = self.format.prompt([*system, *self.messages[dropped:]]).tolist()
             if room is None or len(tokens) <= room:
                 break
-        if dropped:
+        if dropped > self._left_out:  # not again with each message
             self.tell(f"(the first {dropped} messages do not fit any more and are left out)")
+        self._left_out = dropped
         return tokens
 
     @property
@@ -113,6 +115,10 @@ class Chat:
 
     def _answer(self, show: Callable[[str], object]) -> Answer:
         prompt = self.prompt()
+        if self.context is not None and len(prompt) >= self.context:
+            raise ValueError(
+                f"that is too long: {len(prompt)} tokens, of the {self.context} that the model takes in all"
+            )
         most = self.max_tokens if self.context is None else max(1, min(self.max_tokens, self.context - len(prompt)))
         params = SamplingParams(
             max_tokens=most,

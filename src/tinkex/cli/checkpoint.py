@@ -26,6 +26,7 @@ from tinkex.cli.options import (
 )
 from tinkex.cli.output import (
     Column,
+    check_place,
     checkpoint_data,
     expiry,
     iso,
@@ -137,6 +138,7 @@ def save_checkpoint(
     model = base_model or model_path
     if not model:
         raise CommandError(f"{wrong}: give --base-model or --model-path")
+    check_place(Path(output))
     chosen = name or f"checkpoint-{_slug(model)}"
     with explaining("saving"), connection.service() as service, waiting(f"saving {chosen}"):
         seconds = service.holder.config.timeout

@@ -255,7 +255,7 @@ def demo(
     """Watch a small model learn to add, on this machine.
 
     A LoRA adapter learns two-digit addition, first from examples and then from rewards alone, and is tested on
-    problems that no training text contains. Takes about a minute on two CPU cores.
+    problems that no training text contains. Takes about half a minute on two CPU cores.
     """
     url = base_url or os.environ.get("TINKER_BASE_URL") or "local"
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -12,7 +12,7 @@ import click
 
 from tinkex.cli.options import CommandGroup, formatted
 from tinkex.cli.output import Column, iso, print_json, print_table, when
-from tinkex.cli.results import CommandError, Outcome
+from tinkex.cli.results import CommandError, Outcome, reason_of
 
 if TYPE_CHECKING:
     from tinkex.server.accounts import Key
@@ -149,7 +149,8 @@ def _store(data_dir: Path | None, *, new: bool = False) -> Iterator[Store]:
         with contextlib.closing(Store(directory / DATABASE)) as store:
             yield store
     except (OSError, sqlite3.Error) as error:
-        raise CommandError(f"{directory}: {error}", error) from None
+        told = reason_of(error) if isinstance(error, OSError) else f"{directory}: {error}"
+        raise CommandError(told, error) from None
 
 
 def _moment(seconds: float | None) -> dt.datetime | None:

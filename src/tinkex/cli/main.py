@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,7 +16,7 @@ from click.shell_completion import CompletionItem
 
 from tinkex.cli.completion import VARIABLE
 from tinkex.cli.options import CommandGroup
-from tinkex.cli.results import Invocation, Outcome, Result, invocation_of
+from tinkex.cli.results import NO_ROOM, Invocation, Outcome, Result, invocation_of, reason_of
 
 COMMANDS = {
     "auth": ("tinkex.cli.auth:auth", "Log in and out, and see who the key belongs to."),
@@ -34,8 +35,12 @@ COMMANDS = {
     "version": ("tinkex.cli.versions:version", "Which version this is."),
 }
 INTERRUPTED = 130
-WITHOUT_FORMAT = {"chat", "completion", "demo", "serve", "train"}
-"""Commands whose output has one form only, or other forms."""
+WITHOUT_FORMAT = {"completion", "demo", "serve"}
+"""Commands whose output has one form only."""
+WITH_TEXT = {"chat", "train"}
+"""Commands with a --format of their own, which knows no tables."""
+RANGE = re.compile(r"is not a valid (integer|float) range(?=\.)")
+"""How click says that a word is no number, where there are bounds."""
 
 
 class LazyGroup(CommandGroup):
@@ -92,8 +97,11 @@ def cli(context: click.Context, form: str | None) -> None:
     the base URL "local" means this process. `tinkex COMMAND -h` explains a command, and `tinkex completion -h` how to
     have commands completed by your shell.
     """
-    if form is not None and context.invoked_subcommand in WITHOUT_FORMAT:
-        raise click.UsageError(f"--format has no effect on `{context.invoked_subcommand}`")
+    command = context.invoked_subcommand
+    if form is not None and command in WITH_TEXT:
+        raise click.UsageError(f"give --format after the command: `tinkex {command} --format json`")
+    if form is not None and command in WITHOUT_FORMAT:
+        raise click.UsageError(f"--format has no effect on `{command}`")
     invocation_of(context).format = form
 
 
@@ -121,11 +129,25 @@ def run(argv: Sequence[str] | None = None) -> Result:
         _abandon_stdout()
         return Result(1, called.command, error=error)
     except Exception as error:
-        if not hasattr(error, "hint"):  # not one of ours: a traceback is worth more than a message
+        told = _told(error)
+        if told is None:  # nobody foresaw it: a traceback is worth more than a message
             raise
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {told}", err=True)
         return Result(1, called.command, error=error)
     return _result(called.command, returned)
+
+
+def _told(error: Exception) -> str | None:
+    """One line on an error of ours or of the system's: a folder that is read-only, a full disk behind a `>`."""
+    if hasattr(error, "hint"):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        if error.filename:
+            return reason_of(error)
+        if error.errno in NO_ROOM:
+            _abandon_stdout()  # it may be that which could not be written
+            return f"cannot write: {reason_of(error)}"
+    return None
 
 
 def _abandon_stdout() -> None:
@@ -149,11 +171,24 @@ def _show(error: click.ClickException) -> None:
         unknown = type(error) is not click.UsageError or "unexpected extra argument" in error.message
         click.echo(context.get_help() if unknown else context.get_usage(), err=True)
         click.echo(err=True)
-    click.echo(f"Error: {error.format_message()}", err=True)
+    click.echo(f"Error: {RANGE.sub(_kind_of_number, error.format_message())}", err=True)
+
+
+def _kind_of_number(found: re.Match[str]) -> str:
+    """What a range is a range of; that a word is no range helps nobody."""
+    return "is not a whole number" if found[1] == "integer" else "is not a number"
+
+
+def _open_streams() -> None:
+    """A program that was started with a stream closed has none there; nothing is read from it, or lost in it."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 (until the end)
 
 
 def main() -> None:
     """Run the command line of this process, and end it."""
+    _open_streams()
     if VARIABLE in os.environ:  # the shell asks for completions
         cli.main(prog_name="tinkex", complete_var=VARIABLE)
     code = run().exit_code

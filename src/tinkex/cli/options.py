@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -273,6 +274,7 @@ def explaining(what: str) -> Iterator[None]:
         yield
     except TinkerError as error:
         advice = "please check your inputs" if error.is_user_error else "the server or the network; try again"
-        raise CommandError(f"{what} failed ({advice}): {error}", error) from error
+        told = re.sub(rf"^{re.escape(what)} failed \(\w+ error\): ", "", str(error))  # once is enough
+        raise CommandError(f"{what} failed ({advice}): {told}", error) from error
     except (ValueError, AssertionError) as error:
         raise CommandError(f"{what} failed (please check your inputs): {error}", error) from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import errno
 import json
 import os
 import shutil
@@ -272,6 +273,21 @@ def print_fields(fields: Mapping[str, object] | Sequence[tuple[str, object]]) ->
         name = label.ljust(indent)
         if lines:
             click.echo((click.style(name, bold=True) if _is_styled() else name) + f"\n{' ' * indent}".join(lines))
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place where `write_file` would fail: before the work is done that is to be written there."""
+    place = path.expanduser().absolute()
+    above = next(parent for parent in place.parents if parent.exists())
+    reason = None
+    if place.is_dir():
+        reason = errno.EISDIR
+    elif not above.is_dir():
+        reason = errno.ENOTDIR
+    elif not os.access(place if place.exists() and not place.is_file() else above, os.W_OK):
+        reason = errno.EACCES
+    if reason is not None:
+        raise CommandError(f"{path} cannot be written: {os.strerror(reason)}")
 
 
 def write_file(path: Path, text: str) -> None:

@@ -23,6 +23,7 @@ from tinkex.cli.options import (
 )
 from tinkex.cli.output import (
     Column,
+    check_place,
     expiry,
     lora,
     print_fields,
@@ -84,7 +85,7 @@ def sample_options(function: F) -> F:
         click.option("--top-k", type=int, default=-1, show_default=True, help="Draw from the likeliest k; -1: all."),
         click.option(
             "--top-p",
-            type=click.FloatRange(0, 1),
+            type=click.FloatRange(0, 1, min_open=True),
             default=1.0,
             show_default=True,
             help="Draw from the likeliest that have this probability together.",
@@ -148,6 +149,8 @@ def sample(
     given = read_prompt(prompt, prompt_file)
     if model_path is not None:
         checked_path(model_path)
+    if output is not None:
+        check_place(Path(output))
     click.echo("Starting sampling...", err=json)
     pools = None if http_pool is None else {"sample": http_pool}
     with explaining("sampling"), connection.service(pool_sizes=pools) as service:

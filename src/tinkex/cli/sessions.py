@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import click
 
 from tinkex.cli.options import CommandGroup, Connection, connecting, formatted, switch, wait
 from tinkex.cli.output import Column, print_fields, print_json, print_table, size
 from tinkex.cli.progress import fetch_pages, transfer, waiting
-from tinkex.cli.results import CommandError, Outcome
+from tinkex.cli.results import CommandError, Outcome, reason_of
 from tinkex.cli.runs import scope_option
+
+if TYPE_CHECKING:
+    from tinkex.rest import RestClient
 
 PAGE = 100
 
@@ -120,9 +126,6 @@ def export_trace(
 
     Not all servers make them.
     """
-    from tinkex.downloads import fetch
-    from tinkex.futures import start
-
     if url_only and output is not None:
         raise click.UsageError("--output has no effect with --url-only")
     target = output or Path(f"{session_id.replace('/', '_')}.pftrace")
@@ -132,19 +135,11 @@ def export_trace(
                 url: str = wait(_checked(lambda: rest.export_session_trace(session_id)))
             data: dict[str, Any] = {"session_id": session_id, "url": url}
             if not url_only:
-
-                async def address() -> str:
-                    return url
-
-                target.parent.mkdir(parents=True, exist_ok=True)
-                part = target.with_name(f".{target.name}.partial")  # continued by the next one when this one is stopped
-                with transfer(f"Downloading {target.name}") as meter:
-                    wait(start(fetch(rest._transport, address, part, meter)))
-                os.replace(part, target)
+                _bring(rest, url, target)
                 written = target.stat().st_size
                 data = {"session_id": session_id, "destination": str(target), "file_size_bytes": written}
         except (RuntimeError, OSError) as error:
-            raise CommandError(str(error), error) from None
+            raise CommandError(reason_of(error), error) from None
     if as_json:
         print_json(data)
     elif url_only:
@@ -152,6 +147,25 @@ def export_trace(
     else:
         click.echo(f"Wrote {target} ({size(data['file_size_bytes'])})")
     return Outcome(data)
+
+
+def _bring(rest: RestClient, url: str, target: Path) -> None:
+    """Fetch a trace; a backend inside this process has written it to a file of this machine."""
+    from tinkex.config import is_embedded
+    from tinkex.downloads import fetch
+    from tinkex.futures import start
+
+    async def address() -> str:
+        return url
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.partial")  # continued by the next one when this one is stopped
+    if is_embedded(rest._transport.config.base_url):
+        shutil.copyfile(url2pathname(urlsplit(url).path), part)
+    else:
+        with transfer(f"Downloading {target.name}") as meter:
+            wait(start(fetch(rest._transport, address, part, meter)))
+    os.replace(part, target)
 
 
 def _checked(call: Any) -> Any:

@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import json
 import math
+import os
 import re
 import shlex
 import signal
@@ -93,7 +94,7 @@ class Keep(click.ParamType):  # type: ignore[type-arg]  # generic in newer versi
         except ValueError:
             count = -1
         if count < 0:
-            self.fail(f"{value!r} is neither a whole number nor 'all'", parameter, context)
+            self.fail(f"{value!r} is neither a whole number from 0 up nor 'all'", parameter, context)
         return count
 
 
@@ -183,7 +184,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     "--keep",
     type=Keep(),
     metavar="N|all",
-    help="Checkpoints to keep: the last N and the best by held-out loss; older ones of this run are deleted.  "
+    help="Checkpoints to keep: the last N and the best by held-out loss; older ones of this run are deleted. "
+    "0 or all: every one.  "
     f"[default: {KEPT}]",
 )
 @click.option("--name", help="What checkpoints are called.  [default: the name of the file]")
@@ -313,6 +315,7 @@ class Command:
         self.keep: int = KEPT if options["keep"] is None else options["keep"]
         self._service: ServiceClient | None = None
         self._services = contextlib.ExitStack()
+        self._held = contextlib.ExitStack()
 
     def note(self, text: str) -> None:
         """Say something beside the result."""
@@ -326,7 +329,9 @@ class Command:
         files = [self.options[name] for name in ("data", "eval_file") if self.options[name] is not None]
         read = [self._read(path) for path in files]
         digests = [digest(path) for path in files]
-        with self._services:
+        with self._held, self._services:
+            if self.options["resume"]:
+                self._hold(self.options["resume"])
             service = self._connect()
             model = model_of(service, self.options["base_model"], "--base-model")
             self.place, self.model = place_of(service), model
@@ -371,7 +376,10 @@ class Command:
         try:
             examples, bad = read_examples(path)
         except OSError as error:
-            raise click.ClickException(f"{path} cannot be read: {error.strerror or error}") from None
+            told = f"{path} cannot be read: {error.strerror or error}"
+            if self.options["resume"] and path == self.options["data"]:
+                told += f" (if it was moved: tinkex train --resume {shlex.quote(str(self.options['resume']))} FILE)"
+            raise click.ClickException(told) from None
         if not examples and not bad:
             raise click.ClickException(f"{path} is empty: it has no line to learn from")
         lines = len(examples) + len(bad)
@@ -392,7 +400,7 @@ class Command:
             self.note(f"… and {len(bad) - SHOWN:,} more")
         told = f"{len(bad):,} of {among} of {path} {'is' if len(bad) == 1 else 'are'} bad"
         if not self.options["skip_bad"]:
-            advice = _whole_file(path) if len(bad) == lines else "--skip-bad leaves bad lines out"
+            advice = _whole_file(path, all_bad=len(bad) == lines)
             raise click.ClickException(f"{told}: nothing was trained ({advice})")
         self.note(f"{told} and left out")
         if len(bad) == lines:
@@ -471,6 +479,8 @@ class Command:
                 config[name] = str(config[name].resolve())
         place = self.options["output"] or self._free_place()
         try:
+            place.mkdir(parents=True, exist_ok=True)
+            self._hold(place)
             return RunFolder.create(place, config, facts)
         except FileExistsError:
             with contextlib.suppress(ValueError):
@@ -496,6 +506,24 @@ class Command:
         done = folder.checkpoint[0] if folder.checkpoint else 0
         self.note(f"going on with {folder.path} after step {done} of {facts['steps']}")
         return folder
+
+    def _hold(self, place: Path) -> None:
+        """Keep others out of the folder until the end: of two that write there, one would lose its checkpoints.
+
+        Raises:
+            click.ClickException: Another command is at work in it.
+        """
+        if os.name != "posix":
+            return
+        import fcntl
+
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            folder = os.open(place, os.O_RDONLY)
+            self._held.callback(os.close, folder)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise click.ClickException(f"another `tinkex train` is at work in {place}") from None
 
     def _free_place(self) -> Path:
         numbers = (f"-{number}" if number > 1 else "" for number in range(1, sys.maxsize))
@@ -651,10 +679,15 @@ class Command:
                 shown.print(f"{title}: {value}", markup=False, soft_wrap=True)
 
 
-def _whole_file(path: Path) -> str:
-    """What may be wrong with a file of which no line is an example."""
+def _whole_file(path: Path, *, all_bad: bool) -> str:
+    """What to do about bad lines; where the whole file is of another form, that."""
     with path.open("rb") as file:
-        begins = file.read(100).removeprefix(codecs.BOM_UTF8).lstrip()
+        begins = file.read(100)
+    if begins.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "it looks like UTF-16: save it as UTF-8"
+    if not all_bad:
+        return "--skip-bad leaves bad lines out"
+    begins = begins.removeprefix(codecs.BOM_UTF8).lstrip()
     if begins.startswith(b"["):
         return f"it looks like one JSON array: `jq -c '.[]' {shlex.quote(str(path))}` writes its items one a line"
     return "every line is to be one JSON object, a chat or a pair: see `tinkex train -h`"

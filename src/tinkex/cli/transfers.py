@@ -16,7 +16,7 @@ import click
 from tinkex.cli.options import Connection, connecting, formatted, path_argument, switch, wait
 from tinkex.cli.output import print_json, size
 from tinkex.cli.progress import Meter, Transfer, transfer
-from tinkex.cli.results import CommandError, Outcome
+from tinkex.cli.results import CommandError, Outcome, reason_of
 
 if TYPE_CHECKING:
     from tinkex.downloads import Downloaded
@@ -151,7 +151,7 @@ def _scratch(directory: Path) -> Iterator[None]:
         raise
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
-        raise CommandError(str(error), error) from None
+        raise CommandError(reason_of(error), error) from None
     except Exception:
         shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -387,6 +387,6 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
         finally:
             store.close()
     except (EngineError, OSError, sqlite3.Error) as error:
-        raise CommandError(str(error), error) from None
+        raise CommandError(reason_of(error), error) from None
     click.echo(saved.tinker_path)
     return Outcome({"tinker_path": saved.tinker_path})
