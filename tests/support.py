@@ -111,8 +111,8 @@ def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> It
         await task
         for _ in range(3):  # one that was accepted at the last moment is there some turns of the loop later
             await asyncio.sleep(0)
-            for late in list(server.server_state.connections):
-                late.transport.abort()
+            for transport in list(loop._transports.values()):  # type: ignore[attr-defined]
+                transport.abort()  # whoever reads no more would keep it open for what was not sent
         await asyncio.sleep(0)
 
     def run_loop() -> None:

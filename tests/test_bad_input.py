@@ -223,6 +223,11 @@ SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=1)])},
         "not supported",
     ),
+    "image-of-unknown-size": (
+        {"prompt": types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")])},
+        "not supported",
+    ),
+    "broken-audio": ({"prompt": types.ModelInput(chunks=[types.DmelChunk(dmel=b"")])}, "not supported"),
     "empty-stop": ({"sampling_params": types.SamplingParams(stop=[""], max_tokens=2)}, "stop"),
 }
 

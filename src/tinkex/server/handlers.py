@@ -643,7 +643,11 @@ def _check_window(state: State, sampler: Sampler, request: SampleRequest) -> Non
     window = state.windows.get(sampler.base_model)
     if window is not None:
         try:
-            token_limit(request, request.prompt.length, window)
+            size = request.prompt.length
+        except ValueError:  # of an image nobody said how many tokens it takes: the engine will say whether it sees any
+            return
+        try:
+            token_limit(request, size, window)
         except EngineError as error:
             raise Refusal(400, str(error)) from None
 
