@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from support import hold_the_door
+
 JSON = "application/json"
 
 
@@ -167,6 +169,7 @@ def faulty_server() -> Iterator[FaultyServer]:
         server.base_url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         ready.set()
         await stop.wait()
+        await hold_the_door(listening.sockets[0])
         listening.close()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()

@@ -83,6 +83,13 @@ def listening(port: int = 0) -> socket.socket:
     return listener
 
 
+async def hold_the_door(listener: Any) -> None:
+    """Accept nobody any more, and let in who was accepted: asyncio loses them if the door is closed meanwhile."""
+    asyncio.get_running_loop().remove_reader(listener.fileno())
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
 @contextmanager
 def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> Iterator[str]:
     """A real server on a loopback port, a free one by default, in a thread of its own."""
@@ -100,6 +107,7 @@ def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> It
     async def main_loop() -> None:
         await server.on_tick(0)
         await stop.wait()  # uvicorn's own looks ten times a second, and every test that has a server would wait for it
+        await hold_the_door(listener)
 
     server.main_loop = main_loop  # type: ignore[method-assign]
 
