@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tinkex.engine.config import DecoderConfig
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.engine.weights import assemble
 
@@ -70,5 +71,6 @@ def random_engine(shape: str, device: str, **options: Any) -> TorchEngine:
     (directory / "config.json").write_text(json.dumps(fields))
     engine = TorchEngine({"m": directory}, device=device, **options)
     base = engine._bases["m"]
-    base.__dict__["model"] = assemble(base.config, RandomTensors(device, base.dtype), base.dtype, base.device)
+    config = DecoderConfig.read(directory)
+    base.__dict__["model"] = assemble(config, RandomTensors(device, base.dtype), base.dtype, base.device)
     return engine
