@@ -563,13 +563,18 @@ def test_thousands_of_samples_leave_nothing_behind(
         for _ in range(count // 500):
             tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(500)])
 
-    draw(count - 1000)
-    gc.collect()
+    def held() -> int:
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    draw(count - 2000)
     tracemalloc.start(1)
     try:
         draw(1000)
+        before = held()  # with what is under way at any time, here and in other threads
+        draw(1000)
         # The last answers are there before all that brought them is gone.
-        wait_until(lambda: gc.collect() >= 0 and tracemalloc.get_traced_memory()[0] < 100_000)
+        wait_until(lambda: held() < before + 100_000)
     finally:
         tracemalloc.stop()
     assert exchange.submitted == count
