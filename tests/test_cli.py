@@ -108,6 +108,19 @@ main()
 """
 
 
+def loaded(*words: str, **environment: str) -> set[str]:
+    """The modules that a command has imported when it ends."""
+    shown = subprocess.run(
+        [sys.executable, "-c", LOADED, *words],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return set(shown.stdout.splitlines()[-1].split())
+
+
 @pytest.mark.parametrize(
     ("words", "environment"),
     [
@@ -120,30 +133,14 @@ main()
     ],
 )
 def test_help_and_completion_import_nothing_heavy(words: tuple[str, ...], environment: dict[str, str]) -> None:
-    shown = subprocess.run(
-        [sys.executable, "-c", LOADED, *words],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    modules = set(shown.stdout.splitlines()[-1].split())
+    modules = loaded(*words, **environment)
     assert "tinkex.cli.main" in modules
     assert not modules & HEAVY
 
 
 @pytest.mark.parametrize("words", ["model list", "checkpoint list", "session list"])
 def test_listing_what_is_here_does_not_wait_for_torch(words: str, tmp_path: Path) -> None:
-    shown = subprocess.run(
-        [sys.executable, "-c", LOADED, *words.split(), "--base-url", "local", "--json"],
-        env={**os.environ, "TINKEX_DATA_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    modules = set(shown.stdout.splitlines()[-1].split())
+    modules = loaded(*words.split(), "--base-url", "local", "--json", TINKEX_DATA_DIR=str(tmp_path))
     assert "tinkex.server.app" in modules
     assert "torch" not in modules
 

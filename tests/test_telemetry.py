@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 
 from faulty import Answer, FaultyServer, faulty_server
+from support import wait_until
 from tinkex import events, telemetry, types
 from tinkex.config import HOSTED_URL, Config
 from tinkex.errors import (
@@ -60,14 +61,6 @@ from tinkex.types.telemetry import EventType, Severity, as_severity, parse_event
 
 ACCEPTED = Answer(body={"status": "accepted"})
 Make = Callable[..., Reporter]
-
-
-def until(condition: Callable[[], object], seconds: float = 20) -> None:
-    """Wait for what happens in the background."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 class Post:
@@ -274,7 +267,7 @@ def test_sending_in_the_background_returns_at_once_and_only_logs(
     telemetry.send(telemetry.sender(transport), REQUEST)
     assert caplog.records == []
     gate.set()
-    until(lambda: any("telemetry could not be sent" in record.getMessage() for record in caplog.records))
+    wait_until(lambda: any("telemetry could not be sent" in record.getMessage() for record in caplog.records))
     assert len(faulty.requests("telemetry")) <= 2
     assert "abcdef" not in caplog.records[-1].getMessage()
 
@@ -282,7 +275,7 @@ def test_sending_in_the_background_returns_at_once_and_only_logs(
         raise ZeroDivisionError("oh")
 
     telemetry.send(crash, REQUEST)
-    until(lambda: any(record.levelno == logging.ERROR for record in caplog.records))
+    wait_until(lambda: any(record.levelno == logging.ERROR for record in caplog.records))
     assert caplog.records[-1].getMessage() == "sending telemetry crashed: ZeroDivisionError: oh"
 
 
@@ -466,12 +459,12 @@ def test_one_timer_flushes_however_often_the_threshold_does(make: Make) -> None:
         reporter.log(str(number))
         assert reporter.flush(sync=True)
     reporter._runtime.call(count)
-    until(lambda: armed)
+    wait_until(lambda: armed)
     assert armed == [1]
     quiet = make(post, flush_interval=0.15)
-    until(lambda: len(post.of("SESSION_START")) == 2)
+    wait_until(lambda: len(post.of("SESSION_START")) == 2)
     quiet.log("again")
-    until(lambda: post.names[-1] == "again")  # the timer is armed again after it has rung
+    wait_until(lambda: post.names[-1] == "again")  # the timer is armed again after it has rung
 
 
 @pytest.mark.covers("1.5.1/12", "1.5.3/4")
@@ -526,7 +519,7 @@ def test_an_exception_is_sent_soon(make: Make) -> None:
     post = Post()
     reporter = make(post)
     assert reporter.log_exception(ValueError("x"), "critical")
-    until(lambda: post.of("UNHANDLED_EXCEPTION"))
+    wait_until(lambda: post.of("UNHANDLED_EXCEPTION"))
     assert post.of("UNHANDLED_EXCEPTION")[0]["severity"] == "CRITICAL"
     assert post.of("SESSION_END") == []
     assert reporter.is_alive
@@ -584,7 +577,7 @@ def test_calls_from_the_loop_itself_never_wait(make: Make) -> None:
     assert start(on_the_loop()).result(20) < 20
     assert post.requests == []
     gate.set()
-    until(lambda: post.names == ["SESSION_START", "SESSION_END"])
+    wait_until(lambda: post.names == ["SESSION_START", "SESSION_END"])
 
 
 # ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1048,7 +1041,7 @@ def test_a_fatal_exception_ends_the_session(make: Make) -> None:
     reporter = make(post)
     with pytest.raises(KeyError), capture_exceptions(reporter, fatal=True):
         raise KeyError("x")
-    until(lambda: post.names[-1:] == ["SESSION_END"])
+    wait_until(lambda: post.names[-1:] == ["SESSION_END"])
     assert len(post.of("UNHANDLED_EXCEPTION")) == 1
 
 
@@ -1199,7 +1192,7 @@ def test_a_reporter_ends_when_its_session_is_dropped_and_does_not_hold_it(make: 
         assert gone() is None  # by counting alone: nothing refers to it in a circle either
     finally:
         gc.enable()
-    until(lambda: post.names == ["SESSION_START", events.QUEUE_STATE_CHANGE, "SESSION_END"])
+    wait_until(lambda: post.names == ["SESSION_START", events.QUEUE_STATE_CHANGE, "SESSION_END"])
     assert not reporter.is_alive
     assert not events.is_heard()
 
@@ -1209,20 +1202,20 @@ def test_a_reporter_ends_when_its_session_was_closed(make: Make) -> None:
     post = Post()
     owner = Owner()
     reporter = make(post, owner=owner, flush_interval=0.05)
-    until(lambda: post.names == ["SESSION_START"])
+    wait_until(lambda: post.names == ["SESSION_START"])
     owner.closed = True
-    until(lambda: post.names == ["SESSION_START", "SESSION_END"])
+    wait_until(lambda: post.names == ["SESSION_START", "SESSION_END"])
     assert not reporter.is_alive
 
 
 def test_a_reporter_that_is_dropped_leaves_nothing_behind() -> None:
     post = Post()
     reporter = Reporter(post, "s", flush_interval=0.05)
-    until(lambda: post.names == ["SESSION_START"])
+    wait_until(lambda: post.names == ["SESSION_START"])
     gone = weakref.ref(reporter)
     del reporter
-    until(lambda: gc.collect() is not None and gone() is None)
-    until(lambda: not events.is_heard())
+    wait_until(lambda: gc.collect() is not None and gone() is None)
+    wait_until(lambda: not events.is_heard())
 
 
 def test_ending_has_a_limit_and_can_be_asked_for_often(make: Make) -> None:
@@ -1252,7 +1245,7 @@ def test_whoever_stops_waiting_for_the_end_does_not_stop_the_end(make: Make) -> 
     start(close()).result(20)
     assert post.requests == []
     gate.set()
-    until(lambda: post.names == ["SESSION_START", "SESSION_END"])
+    wait_until(lambda: post.names == ["SESSION_START", "SESSION_END"])
 
 
 PROGRAM = """

@@ -227,7 +227,6 @@ class RestClient(_Client):
     In the examples `rest` is one; `help(tinkex)` shows how the others, such as `client`, are made.
 
     Args:
-        _session: The session of a ServiceClient whose connections to use; instead of the others.
         base_url: The server; TINKER_BASE_URL by default.
         api_key: The key; TINKER_API_KEY by default.
         config: All settings at once, in place of these.
@@ -1032,7 +1031,6 @@ class AdminClient(_Client):
     """What an organization's administrators may see: what was done, and what was used.
 
     Args:
-        _session: The session of a ServiceClient whose connections to use; instead of the others.
         base_url: The server; TINKER_BASE_URL by default.
         api_key: The key; TINKER_API_KEY by default.
         config: All settings at once, in place of these.

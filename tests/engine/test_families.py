@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from engine.conftest import VOCAB, WINDOW
 from engine.references import adapter_of, assert_near, gradients, randomise
 from tinkex.engine import ADAMW, DIMUON, EngineError, attention, run_pass, trainer
-from tinkex.engine.attention import AttentionRule, PackedAttention, attend, causal, visible
-from tinkex.engine.config import ARCHITECTURES, DecoderConfig
+from tinkex.engine.attention import PackedAttention, attend, causal, visible
+from tinkex.engine.config import ARCHITECTURES, AttentionRule, DecoderConfig
 from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.engine.weights import load_decoder

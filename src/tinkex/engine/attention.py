@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tinkex.engine.config import AttentionRule as AttentionRule
+from tinkex.engine.config import AttentionRule
 from tinkex.engine.copies import to_device
 
 if TYPE_CHECKING:

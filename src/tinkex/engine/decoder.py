@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tinkex.engine.attention import AttentionRule, soft_cap, widened
-from tinkex.engine.config import DecoderConfig
+from tinkex.engine.attention import soft_cap, widened
+from tinkex.engine.config import AttentionRule, DecoderConfig
 from tinkex.engine.elementwise import add_norm, gated, norm, turned_heads
 from tinkex.engine.lora import Factors, Linear
 from tinkex.engine.span_adapters import Share, SpanAdapters, forward

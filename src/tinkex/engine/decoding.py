@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from tinkex.engine.attention import AttentionRule, attend, soft_cap, visible, widened
+from tinkex.engine.attention import attend, soft_cap, visible, widened
 from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for, zeros
+from tinkex.engine.config import AttentionRule
 from tinkex.engine.copies import mark, to_device
 from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
 from tinkex.engine.openmp import Threads
