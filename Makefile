@@ -73,6 +73,7 @@ $(VENV)/.local: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "setting up (once): installing tinkex and the test tools into $(VENV) …"
 	$(PIP) --editable '.[local,test,lint]'
+	command -v cc > /dev/null || $(PIP) --editable '.[native]' # a C compiler, for what samples on a CPU
 	$(BIN)/python tools/clients.py --quick
 	@touch $@ $(VENV)/.local
 

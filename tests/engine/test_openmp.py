@@ -12,9 +12,18 @@ import torch
 from engine.conftest import Sample
 from tinkex.engine import decoding, row_adapters
 from tinkex.engine.openmp import Threads, _runtime
+from tinkex.engine.sampler import Limits, Sampler
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SamplingParams
+
+
+@pytest.fixture
+def engine(engine: TorchEngine) -> TorchEngine:
+    """One that decodes by PyTorch alone."""
+    engine._sampler = Sampler(Limits(way="slabs"))
+    return engine
+
 
 pytestmark = pytest.mark.skipif(_runtime() is None, reason="PyTorch's OpenMP cannot be reached here")
 

@@ -89,7 +89,7 @@ def limited(engine: TorchEngine, blocks: int | None = None, **options: Any) -> T
     """The same engine with a new sampler, of fixed shapes unless said otherwise."""
     if blocks is not None:
         options["cache_bytes"] = blocks * block_bytes(engine._bases["m"].model)
-    engine._sampler = Sampler(Limits(**{"static": True, **options}))
+    engine._sampler = Sampler(Limits(**{"way": "static", **options}))
     return engine
 
 
@@ -142,7 +142,7 @@ def each_alone(crowd: TorchEngine) -> list[SampleResponse]:
     """Each job alone, in slabs."""
     responses = []
     for seed, (sampler, request) in enumerate(JOBS):
-        limited(crowd, static=False).sample_start("alone", sampler, request, seed)
+        limited(crowd, way="slabs").sample_start("alone", sampler, request, seed)
         while crowd.sampling():
             for done in crowd.sample_step():
                 assert isinstance(done.result, SampleResponse), done.result
@@ -428,7 +428,7 @@ def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
 ) -> None:
     monkeypatch.setattr(decoding, "SMALLEST_SLAB", BLOCK)
     monkeypatch.setattr(decoding, "FIRST_SLOTS", 2 if room == "more slots" else 32)
-    engine, fine = limited(crowd, static=False), ask(BLOCK - 6, 1, 30)
+    engine, fine = limited(crowd, way="slabs"), ask(BLOCK - 6, 1, 30)
     expected = alone(engine, fine)
     runner, put = runner_of(engine), decoding.put
     free, failed, slabs = runner._blocks.free, list[str](), vars(runner._decoding)["_slabs"]

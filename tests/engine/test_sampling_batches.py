@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import LoraConfig
 
 ADAPTERS = {"one": LoraConfig(rank=4), "two": LoraConfig(rank=7, train_mlp=False), "three": LoraConfig(rank=16, seed=5)}
-STATIC = pytest.mark.parametrize("static", [False, True], ids=["slabs", "static"])
+WAYS = pytest.mark.parametrize("way", ["native", "slabs", "static"])
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +126,16 @@ MIXED: list[tuple[str, SampleRequest, int]] = [
 @pytest.mark.parametrize(
     ("prefixes", "threads"), [(True, 1), (False, 1), (True, 2)], ids=["sharing", "not-sharing", "two-threads"]
 )
-def test_neighbours_change_no_bit(prefixes: bool, threads: int, limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["native", "slabs"])
+def test_neighbours_change_no_bit(
+    way: str, prefixes: bool, threads: int, limits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.set_num_threads(threads)
     monkeypatch.setattr(decoding, "LONG_ATTENTION", 1 << 14)  # some steps are over it, some under
     expected = []
     for sampler, request, seed in MIXED:
-        expected.append(alone(limits(share_prefixes=False), sampler, request, seed))
-    engine = limits(share_prefixes=prefixes, prefill_tokens=100, max_rows=24)
+        expected.append(alone(limits(way=way, share_prefixes=False), sampler, request, seed))
+    engine = limits(way=way, share_prefixes=prefixes, prefill_tokens=100, max_rows=24)
     random = np.random.default_rng(9)
     neighbours = [(list(ADAPTERS)[int(random.integers(3))], int(random.integers(1, 400))) for _ in range(20)]
     results: dict[str, Any] = {}
@@ -156,7 +159,7 @@ def test_fixed_shapes_give_the_same_tokens(limits: Any) -> None:
     for sampler, request, seed in MIXED:
         engine.sample_start(f"{sampler}{seed}", sampler, request, seed)
     expected = finish(engine)
-    engine = limits(static=True)
+    engine = limits(way="static")
     for sampler, request, seed in MIXED:
         engine.sample_start(f"{sampler}{seed}", sampler, request, seed)
     for name, result in finish(engine).items():
@@ -165,10 +168,10 @@ def test_fixed_shapes_give_the_same_tokens(limits: Any) -> None:
             np.testing.assert_allclose(one.logprobs_np, two.logprobs_np, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
 
 
-@STATIC
+@WAYS
 @pytest.mark.covers("S35")
-def test_logprobs_of_every_adapter_equal_the_trainers(static: bool, limits: Any) -> None:
-    engine = limits(static=static)
+def test_logprobs_of_every_adapter_equal_the_trainers(way: str, limits: Any) -> None:
+    engine = limits(way=way)
     for name in ADAPTERS:
         engine.sample_start(name, name, ask(tokens_of(8, 90), 2, 50, prompt_logprobs=True), 3)
     for name, result in finish(engine).items():
@@ -182,7 +185,7 @@ def test_logprobs_of_every_adapter_equal_the_trainers(static: bool, limits: Any)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_decodes_alike_in_both_forms(family: str, checkpoint: Checkpoint) -> None:
+def test_every_family_decodes_alike_in_every_form(family: str, checkpoint: Checkpoint) -> None:
     """Windows, bounds, scales and experts; neighbours change no bit here either."""
     engine = TorchEngine({"m": checkpoint(family)}, threads=1)
     engine.create("a", "m", LoraConfig(rank=8))
@@ -191,9 +194,12 @@ def test_every_family_decodes_alike_in_both_forms(family: str, checkpoint: Check
     engine.snapshot("a", "adapter")
     engine.load_sampler("bare", "m", None)
     prompts = [[5, 17, 80, 33, 9], list(range(3, 30)), [4]]
-    expected = [alone(engine, "adapter", ask(prompt, 2, 15), 1) for prompt in prompts]
-    for static in (False, True):
-        engine._sampler = Sampler(Limits(static=static))
+    ways: tuple[Literal["slabs", "native", "static"], ...] = ("slabs", "native", "static")
+    expected: list[SampleResponse] = []
+    for way in ways:
+        engine._sampler = Sampler(Limits(way=way))
+        own = [alone(engine, "adapter", ask(prompt, 2, 15), 1) for prompt in prompts]
+        expected = expected or own
         for index, prompt in enumerate(prompts):
             engine.sample_start(f"job{index}", "adapter", ask(prompt, 2, 15), 1)
             engine.sample_start(f"other{index}", "bare", ask(prompt, 1, 9 + index), 1)
@@ -203,8 +209,8 @@ def test_every_family_decodes_alike_in_both_forms(family: str, checkpoint: Check
             for one, two in zip(response.sequences, results[f"job{index}"].sequences, strict=True):
                 assert one.tokens == two.tokens
                 np.testing.assert_allclose(one.logprobs_np, two.logprobs_np, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
-            if not static:
-                same(response, results[f"job{index}"])
+            if way != "static":
+                same(own[index], results[f"job{index}"])
 
 
 def passes_of(engine: TorchEngine) -> list[int]:
@@ -221,9 +227,9 @@ def passes_of(engine: TorchEngine) -> list[int]:
     return sizes
 
 
-@STATIC
-def test_prefixes_are_run_once(static: bool, limits: Any) -> None:
-    engine = limits(static=static)
+@WAYS
+def test_prefixes_are_run_once(way: str, limits: Any) -> None:
+    engine = limits(way=way)
     prompt = tokens_of(1, 200)
     first = alone(engine, "one", ask(prompt, 2), 1)
     sizes = passes_of(engine)
@@ -267,14 +273,14 @@ def test_long_prompts_do_not_stop_the_others(limits: Any) -> None:
     assert len(finish(engine)) == 3
 
 
-@STATIC
-def test_what_does_not_fit_waits_or_is_put_back(static: bool, limits: Any) -> None:
+@WAYS
+def test_what_does_not_fit_waits_or_is_put_back(way: str, limits: Any) -> None:
     """Eleven blocks: nobody fails, results are those of an engine with room, listeners hear of a token once."""
     jobs = [("one", ask(tokens_of(1, 60), 6, 150), 1), ("two", ask(tokens_of(2, 130), 2, 100), 2)]
     jobs += [("three", ask(tokens_of(3, 30), 4, 70), 3), ("bare", ask(tokens_of(4, 200), 1, 90), 4)]
-    roomy = limits(static=static)
+    roomy = limits(way=way)
     expected = [alone(roomy, *job) for job in jobs]
-    engine = limits(static=static, cache_bytes=11 * block_bytes(roomy._bases["m"].model))
+    engine = limits(way=way, cache_bytes=11 * block_bytes(roomy._bases["m"].model))
     heard: dict[str, list[Any]] = {}
     for index, job in enumerate(jobs):
         heard[f"job{index}"] = []
@@ -300,7 +306,7 @@ def test_what_does_not_fit_waits_or_is_put_back(static: bool, limits: Any) -> No
             assert [
                 drawn.token for drawn in heard[f"job{index}"] if drawn.index == got.sequences.index(two)
             ] == two.tokens
-        if not static:
+        if way != "static":
             same(response, got)
     assert runner._blocks.free == 11
 
@@ -313,12 +319,12 @@ def test_a_job_that_can_never_fit_is_refused(limits: Any) -> None:
     assert alone(engine, "one", ask(tokens_of(1, 60), tokens=60), 1).sequences[0].tokens
 
 
-@STATIC
-def test_broken_weights_fail_alone(static: bool, limits: Any) -> None:
+@WAYS
+def test_broken_weights_fail_alone(way: str, limits: Any) -> None:
     """What they leave in blocks that others get next is masked, but 0 times NaN is NaN."""
     request = ask(tokens_of(1, 70), 2, 40)
-    expected = alone(limits(static=static), "one", request, 1)
-    engine = limits(static=static)
+    expected = alone(limits(way=way), "one", request, 1)
+    engine = limits(way=way)
     engine.create("broken", "m", LoraConfig(rank=2))
     engine._adapters["broken"].state.weights.fill_(float("nan"))
     engine.snapshot("broken", "broken")
@@ -334,7 +340,7 @@ def test_broken_weights_fail_alone(static: bool, limits: Any) -> None:
         assert "not finite" in str(results[f"broken{round_}"])
         for one, two in zip(expected.sequences, results[f"fine{round_}"].sequences, strict=True):
             assert one.tokens == two.tokens
-        if not static:
+        if way != "static":
             same(expected, results[f"fine{round_}"])
 
 

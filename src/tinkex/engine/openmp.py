@@ -41,6 +41,16 @@ def _hold_team(ready: threading.Event) -> None:
     _idle.wait()
 
 
+def usable_cores(limits: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """How many cores this process gets: those it may run on, and no more than a container's share of time."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = limits.read_text().split()
+        return max(1, min(allowed, -(-int(quota) // int(period))))
+    except (OSError, ValueError):  # no such limit: another system, or "max"
+        return allowed
+
+
 class Threads:
     """Within the block, operations that the calling thread starts use so many threads.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from tinkex.engine.choices import choose, uniforms
 from tinkex.engine.copies import mark, to_host
 from tinkex.engine.decoding import Decoding, Piece, Prefill, Row, SlabDecoding, StaticDecoding, put
 from tinkex.engine.jobs import Job, Sample
+from tinkex.engine.native.decoding import NativeDecoding, covers
+from tinkex.engine.native.weights import find as find_native
 from tinkex.engine.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.turns import Shares
 from tinkex.types.sampling import TopkLogprobs
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tinkex.engine.decoder import Decoder, Lora
+    from tinkex.engine.native.weights import Native
     from tinkex.types.tensors import Array
 
 FIRST_TOKENS = 64
@@ -58,8 +61,8 @@ class Limits:
     packed_bytes: int = 4 << 30
     """Base weights up to this size are kept a second time on a CPU, in the layout that makes products quick."""
     share_prefixes: bool = True
-    static: bool | None = None
-    """Decode with fixed shapes, as a GPU does (there under CUDA graphs)."""
+    way: Literal["native", "slabs", "static"] | None = None
+    """How rows are decoded: by C, by PyTorch, or by that with fixed shapes, as on a GPU (there under CUDA graphs)."""
 
     def prefill(self, device: torch.device) -> int:
         """The budget of a chunk."""
@@ -116,14 +119,10 @@ class Runner:
         self._chunk = limits.prefill(model.embed_VD.device)
         self._pool = Pool(model, limits.blocks(model))
         self._blocks = self._pool.blocks
-        self._products = Products(model, limits.packed_bytes)
+        native = find_native(model, limits.packed_bytes) if limits.way in (None, "native") else None
+        self._products = Products(model, limits.packed_bytes, native)
         self._prefill = Prefill(model, self._pool, self._products)
-        static = model.embed_VD.device.type != "cpu" if limits.static is None else limits.static
-        self._decoding: Decoding = (
-            StaticDecoding(model, self._pool, limits.max_rows)
-            if static
-            else SlabDecoding(model, self._pool, self._products)
-        )
+        self._decoding = self._choose_decoding(native)
         self._queues: dict[str, deque[tuple[str, Job]]] = {}
         """By owner, the jobs that wait."""
         self._returned: deque[tuple[str, Job, str]] = deque()
@@ -133,6 +132,14 @@ class Runner:
         self._unread: _Drawn | None = None
         self._done: list[SampleDone] = []
         """What ended in this step."""
+
+    def _choose_decoding(self, native: Native | None) -> Decoding:
+        model, way = self._model, self._limits.way
+        if way == "static" or (way is None and model.embed_VD.device.type != "cpu"):
+            return StaticDecoding(model, self._pool, self._limits.max_rows)
+        if native is not None and covers(model):
+            return NativeDecoding(native, self._pool)
+        return SlabDecoding(model, self._pool, self._products)
 
     def busy(self) -> bool:
         """Whether any job is unfinished."""

@@ -15,7 +15,7 @@ from tinkex.engine.decoder import BARE, Decoder, Lora
 from tinkex.engine.jobs import Job, Source
 from tinkex.engine.lora import Layout
 from tinkex.engine.objectives import find_objective
-from tinkex.engine.openmp import calm_openmp
+from tinkex.engine.openmp import calm_openmp, usable_cores
 from tinkex.engine.sampler import Sampler
 from tinkex.engine.trainer import Adapter, Trainer
 from tinkex.engine.weights import (
@@ -95,7 +95,7 @@ class TorchEngine:
         eager: bool = False,
     ) -> None:
         calm_openmp()
-        torch.set_num_threads(threads or torch.get_num_threads())
+        torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
         where = torch.device(device)
         dtype = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
         self._bases = {name: _Base(name, resolve(source), dtype, where) for name, source in models.items()}

@@ -1,0 +1,237 @@
+"""`step.c` as a library: compiled once for this machine by whatever C compiler it has, and kept in the user's cache.
+
+Compilers: `$CC`, `cc`, `gcc`, `clang`, or the one in the Python package `ziglang` (the extra `tinkex[native]`). Without
+any, or with `TINKEX_NATIVE=0`, there is no library, and the engine goes without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tinkex import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+SOURCE = Path(__file__).with_name("step.c")
+PANEL = 16
+"""Outputs that lie side by side; as in step.c."""
+PARTS = 3
+SWITCH = "TINKEX_NATIVE"
+COMPILE_SECONDS = 120
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
+
+Pointer, Int, Real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+logger = logging.getLogger("tinkex.engine")
+
+
+class Linear(ctypes.Structure):
+    """A linear layer: packed weights, a bias or none, and the projections it consists of."""
+
+    _fields_ = (("weight", Pointer), ("bias", Pointer), ("inputs", Int), ("parts", Int), ("sizes", Int * PARTS))
+
+
+class Layer(ctypes.Structure):
+    """A layer; norms that a family does not have are null."""
+
+    _fields_ = (
+        *((f"{name}_norm", Pointer) for name in ("input", "mlp", "q", "k", "post_attention", "post_mlp")),
+        *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
+        ("rotary", Int),
+        ("window", Int),
+        ("scale", Real),
+        ("softcap", Real),
+    )
+
+
+class Model(ctypes.Structure):
+    """A model, and where its keys and values lie."""
+
+    _fields_ = (
+        *((name, Int) for name in ("layers", "hidden", "heads", "groups", "channels", "mlp", "vocab", "gelu")),
+        *((name, Int) for name in ("blocks", "block", "kinds")),
+        *((name, Real) for name in ("eps", "embed_scale", "logit_cap")),
+        *((name, Pointer) for name in ("embed", "norm", "frequencies")),
+        ("head", Linear),
+        ("layer", ctypes.POINTER(Layer)),
+        ("cache", Pointer),
+    )
+
+
+class Factors(ctypes.Structure):
+    """What an adapter has for one linear layer; `a` is null if nothing."""
+
+    _fields_ = (("a", Pointer), ("b", Pointer * PARTS), ("rank", Int))
+
+
+class Span(ctypes.Structure):
+    """Rows that have the same adapter."""
+
+    _fields_ = (("start", Int), ("stop", Int), ("factors", ctypes.POINTER(Factors)))
+
+
+class Step(ctypes.Structure):
+    """What a step is about."""
+
+    _fields_ = (
+        *((name, Int) for name in ("rows", "spans", "width")),
+        *((name, Pointer) for name in ("tokens", "positions", "tables")),
+        ("span", ctypes.POINTER(Span)),
+        ("logits", Pointer),
+    )
+
+
+class Library:
+    """The functions of `step.c`. Python's other threads run meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self.team_new = _function(library.team_new, Pointer, ctypes.c_int)
+        self.team_free = _function(library.team_free, None, Pointer)
+        self.decode = _function(library.decode, ctypes.c_int, ctypes.POINTER(Model), ctypes.POINTER(Step), Pointer)
+        self.product = _function(library.product, None, ctypes.POINTER(Linear), Pointer, Int, Pointer, Pointer)
+
+    def check(self) -> None:
+        """See that a product comes out right: a compiler can be wrong about a machine."""
+        random = np.random.default_rng(0)
+        rows, outputs, inputs = 11, 37, 29
+        weight, x = (random.normal(size=(count, inputs)).astype(np.float32) for count in (outputs, rows))
+        y = np.empty((rows, outputs), np.float32)
+        panels = np.zeros((-(-outputs // PANEL), inputs, PANEL), np.float32)
+        for output, values in enumerate(weight):
+            panels[output // PANEL, :, output % PANEL] = values
+        linear = Linear(panels.ctypes.data, None, inputs, 1, (Int * PARTS)(outputs))
+        team = self.team_new(2)
+        self.product(linear, x.ctypes.data, rows, y.ctypes.data, team)
+        self.team_free(team)
+        if not np.allclose(y, x @ weight.T, atol=1e-4):
+            raise OSError("its products are wrong on this machine")
+
+
+def _function(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+@functools.cache
+def load() -> Library | None:
+    """The library, if this machine can have it; compiled the first time, which takes a second or a few."""
+    if environment.flag(SWITCH) is False:
+        return None
+    if sys.platform == "win32":
+        return None  # threads and compilers are others there
+    reason = "there is no C compiler (cc, gcc, clang, or the package ziglang)"
+    with _cache() as directory:
+        for compiler in compilers():
+            try:
+                return _checked(compiled(compiler, directory))
+            except (OSError, subprocess.SubprocessError, AttributeError) as error:
+                reason = _message(error)
+    logger.info("sampling on the CPU goes by PyTorch alone, and is slower: %s", reason)
+    return None
+
+
+def _checked(path: Path) -> Library:
+    """The library in a file; one that does not do is not kept."""
+    try:
+        library = Library(path)
+        library.check()
+    except (OSError, AttributeError):
+        path.unlink(missing_ok=True)
+        raise
+    return library
+
+
+def compilers() -> Iterator[Sequence[str]]:
+    """The commands of the C compilers there are, the best first."""
+    if (chosen := environment.text("CC")) is not None:
+        yield shlex.split(chosen)
+    for name in ("cc", "gcc", "clang"):
+        if (path := shutil.which(name)) is not None:
+            yield [path]
+    if importlib.util.find_spec("ziglang") is not None:
+        yield [sys.executable, "-m", "ziglang", "cc"]
+
+
+def compiled(compiler: Sequence[str], directory: Path) -> Path:
+    """The library as this compiler makes it for this machine, unless it is in the directory already."""
+    tuning = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    command = [*compiler, *FLAGS, tuning]
+    made_of = [SOURCE.read_bytes(), *(part.encode() for part in command), _machine(), _identity(compiler[0])]
+    digest = hashlib.blake2b(b"\0".join(made_of), digest_size=12).hexdigest()
+    path = directory / f"step-{digest}.so"
+    if path.exists():
+        return path
+    logger.info("compiling what samples on this CPU, once, with %s", " ".join(compiler))
+    handle, unfinished = tempfile.mkstemp(dir=directory, suffix=".so")
+    os.close(handle)
+    try:
+        subprocess.run(
+            [*command, "-o", unfinished, str(SOURCE), "-lm"], check=True, capture_output=True, timeout=COMPILE_SECONDS
+        )
+        os.replace(unfinished, path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+    return path
+
+
+@contextmanager
+def _cache() -> Iterator[Path]:
+    """A directory that is this user's alone, for what lies in it is run; one for the moment if there is no such."""
+    from platformdirs import user_cache_path
+
+    path = user_cache_path("tinkex") / "native"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = path.stat()
+        private = about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(path, os.W_OK)
+    except OSError:
+        private = False
+    if private:
+        yield path
+    else:
+        with tempfile.TemporaryDirectory(prefix="tinkex-native-") as temporary:
+            yield Path(temporary)
+
+
+def _machine() -> bytes:
+    """What the processor can do: a home directory may be shared by several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
+    return "\n".join([platform.machine(), platform.processor(), *sorted(set(flags))]).encode()
+
+
+def _identity(program: str) -> bytes:
+    """Changes when the compiler does."""
+    try:
+        about = os.stat(shutil.which(program) or program)
+    except OSError:
+        return b""
+    return f"{about.st_size} {about.st_mtime_ns}".encode()
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = error.stderr.decode(errors="replace").strip().splitlines() or [f"exit {error.returncode}"]
+        return f"{Path(error.cmd[0]).name} fails: {lines[-1]}"
+    return str(error)

@@ -1,0 +1,683 @@
+/* A step of decoding on a CPU: one more token of every row, through the whole model, by a team of threads.
+ *
+ * Every number a row gets is summed up in an order that depends on that row alone: not on its neighbours, nor on how
+ * many threads there are, nor on which of them did it. Threads take work in small units, so that one that is held up
+ * holds up little, and wait for each other without sleeping for as long as that pays.
+ *
+ * Weights are laid out in panels of PANEL outputs: [panel][input][PANEL], so that a product reads them once, in order.
+ * Projections that share an input are parts of one linear layer; each part begins a panel of its own.
+ *
+ * Names: B rows, D hidden, H query heads, G key/value heads, C channels of a head, F mlp, R rank.
+ */
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define PANEL 16
+#define PARTS 3
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 8 /* of a tile: with two panels they fill half of the 32 registers */
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 3
+#else
+#define LANES 4
+#define ROWS 3
+#endif
+#define VECTORS (PANEL / LANES)
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef float loose __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef float quad __attribute__((vector_size(16)));
+typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+
+static inline vec load(const float *from) { return *(const loose *)from; }
+static inline void store(float *to, vec x) { *(loose *)to = x; }
+
+static inline float total(vec x) {
+    union {
+        vec whole;
+        quad part[LANES / 4];
+    } split = {x};
+    quad sum = split.part[0];
+    for (int i = 1; i < LANES / 4; i++) sum += split.part[i];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+/* e^x to about one unit in the last place: 2^n times a polynomial of what is left, within +-ln(2)/2. */
+static inline vec exponential(vec x) {
+    const vec high = (vec){} + 88.0f, low = (vec){} - 87.3f;
+    ints above = x > high, below = x < low;
+    x = (vec)((above & (ints)high) | (~above & (ints)x));
+    x = (vec)((below & (ints)low) | (~below & (ints)x));
+    vec scaled = x * 1.44269504088896341f;
+    vec n = (scaled + 12582912.0f) - 12582912.0f; /* to the nearest whole number */
+    vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+    vec p = (vec){} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    ints power = (__builtin_convertvector(n, ints) + 127) << 23;
+    return p * (vec)power;
+}
+
+/* --- What is computed with, as Python describes it ------------------------------------------------------------- */
+
+typedef struct {
+    const float *weight, *bias;
+    int64_t inputs, parts, sizes[PARTS];
+} Linear;
+
+typedef struct {
+    const float *input_norm, *mlp_norm, *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;
+    Linear qkv, o, gate_up, down;
+    int64_t rotary;       /* the kind of its rotary embedding; -1 where positions are not marked */
+    int64_t window;       /* 0: all */
+    float scale, softcap; /* 0: none */
+} Layer;
+
+typedef struct {
+    int64_t layers, hidden, heads, groups, channels, mlp, vocab, gelu;
+    int64_t blocks, block; /* of the cache: how many, and positions in each */
+    int64_t kinds;         /* of rotary embeddings */
+    float eps, embed_scale, logit_cap;
+    const float *embed, *norm, *frequencies; /* [kinds, C/2] */
+    Linear head;
+    const Layer *layer;
+    float *cache; /* [layers, 2, blocks, block, G, C] */
+} Model;
+
+/* The factors of a linear layer: A of all parts stacked, a B for each, already scaled. A is NULL where there are none. */
+typedef struct {
+    const float *a, *b[PARTS];
+    int64_t rank;
+} Factors;
+
+/* Rows [start, stop) have an adapter: its factors are those of qkv, o, gate_up and down of every layer, then the head's. */
+typedef struct {
+    int64_t start, stop;
+    const Factors *factors;
+} Span;
+
+typedef struct {
+    int64_t rows, spans, width; /* width: of a row's table of blocks */
+    const int64_t *tokens, *positions, *tables;
+    const Span *span;
+    float *logits;
+} Step;
+
+/* --- The team -------------------------------------------------------------------------------------------------- */
+
+#define SPINS 4000
+
+typedef struct {
+    int threads;
+    pthread_t *others;
+    atomic_long next;                /* unit of work that nobody has taken */
+    atomic_int arrived, turn;        /* at the barrier, and how often it has opened */
+    pthread_mutex_t lock;
+    pthread_cond_t called;
+    long calls;                      /* how often there was work; under the lock */
+    int leaving;
+    void (*work)(int, void *);
+    void *about;
+} Team;
+
+typedef struct {
+    Team *team;
+    int number;
+} Member;
+
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Wait until everybody is here. The last one lays out the work that follows. */
+static void meet(Team *team) {
+    if (team->threads == 1) {
+        atomic_store_explicit(&team->next, 0, memory_order_relaxed);
+        return;
+    }
+    int turn = atomic_load_explicit(&team->turn, memory_order_acquire);
+    if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == team->threads - 1) {
+        atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&team->next, 0, memory_order_relaxed);
+        atomic_fetch_add_explicit(&team->turn, 1, memory_order_release);
+        return;
+    }
+    for (long spins = 0; atomic_load_explicit(&team->turn, memory_order_acquire) == turn; spins++) {
+        if (spins < SPINS)
+            relax();
+        else
+            sched_yield(); /* on a machine with other work, whom we wait for may need this core */
+    }
+}
+
+/* The next unit of this phase, or -1. */
+static inline long take(Team *team, long units) {
+    long unit = atomic_fetch_add_explicit(&team->next, 1, memory_order_relaxed);
+    return unit < units ? unit : -1;
+}
+
+static void *member(void *given) {
+    Member self = *(Member *)given;
+    free(given);
+    Team *team = self.team;
+    for (long seen = 0;;) {
+        pthread_mutex_lock(&team->lock);
+        while (team->calls == seen && !team->leaving) pthread_cond_wait(&team->called, &team->lock);
+        int leaving = team->leaving;
+        seen = team->calls;
+        pthread_mutex_unlock(&team->lock);
+        if (leaving) return NULL;
+        team->work(self.number, team->about);
+    }
+}
+
+void team_free(Team *team) {
+    pthread_mutex_lock(&team->lock);
+    team->leaving = 1;
+    pthread_cond_broadcast(&team->called);
+    pthread_mutex_unlock(&team->lock);
+    for (int i = 0; i < team->threads - 1; i++) pthread_join(team->others[i], NULL);
+    free(team->others);
+    free(team);
+}
+
+Team *team_new(int threads) {
+    Team *team = calloc(1, sizeof(Team));
+    if (!team) return NULL;
+    pthread_mutex_init(&team->lock, NULL);
+    pthread_cond_init(&team->called, NULL);
+    team->others = calloc((size_t)threads, sizeof(pthread_t));
+    team->threads = 1;
+    for (int number = 1; team->others && number < threads; number++) {
+        Member *about = malloc(sizeof(Member));
+        if (!about) break;
+        *about = (Member){team, number};
+        if (pthread_create(&team->others[number - 1], NULL, member, about)) {
+            free(about);
+            break; /* fewer do as well */
+        }
+        team->threads++;
+    }
+    return team;
+}
+
+static void together(Team *team, void (*work)(int, void *), void *about) {
+    pthread_mutex_lock(&team->lock);
+    team->work = work;
+    team->about = about;
+    atomic_store(&team->next, 0);
+    team->calls++;
+    pthread_cond_broadcast(&team->called);
+    pthread_mutex_unlock(&team->lock);
+    work(0, about);
+}
+
+/* --- Products -------------------------------------------------------------------------------------------------- */
+
+static inline int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
+
+/* A panel of a part: where its weights are, which outputs it has. */
+typedef struct {
+    int64_t part, first, at, width; /* first output in the part; in all; how many */
+    const float *weight;
+} Place;
+
+static Place find(const Linear *linear, int64_t panel) {
+    const float *weight = linear->weight + panel * linear->inputs * PANEL;
+    int64_t at = 0;
+    for (int64_t part = 0;; part++) {
+        int64_t count = panels_of(linear->sizes[part]);
+        if (panel < count) {
+            int64_t first = panel * PANEL, left = linear->sizes[part] - first;
+            return (Place){part, first, at + first, left < PANEL ? left : PANEL, weight};
+        }
+        panel -= count;
+        at += linear->sizes[part];
+    }
+}
+
+static int64_t panels_in(const Linear *linear) {
+    int64_t count = 0;
+    for (int64_t part = 0; part < linear->parts; part++) count += panels_of(linear->sizes[part]);
+    return count;
+}
+
+/* sums += x w for some rows and panels; both numbers are known to the compiler. */
+static inline __attribute__((always_inline)) void tile(
+    const int rows, const int panels, const float *x, int64_t stride, const float *const *weight, int64_t inputs,
+    vec sums[ROWS][2][VECTORS]) {
+    vec kept[ROWS][2][VECTORS];
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+        for (int panel = 0; panel < panels; panel++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) kept[row][panel][v] = sums[row][panel][v];
+    for (int64_t k = 0; k < inputs; k++) {
+        vec w[2][VECTORS];
+#pragma GCC unroll 2
+        for (int panel = 0; panel < panels; panel++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) w[panel][v] = load(weight[panel] + k * PANEL + v * LANES);
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; row++) {
+            float value = x[row * stride + k];
+#pragma GCC unroll 2
+            for (int panel = 0; panel < panels; panel++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) kept[row][panel][v] += value * w[panel][v];
+        }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+        for (int panel = 0; panel < panels; panel++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sums[row][panel][v] = kept[row][panel][v];
+}
+
+#define CASE(count)                                                                     \
+    case count:                                                                         \
+        if (panels == 1) tile(count, 1, x, stride, weight, inputs, sums);               \
+        else tile(count, 2, x, stride, weight, inputs, sums);                           \
+        break;
+
+static void multiply(
+    int64_t rows, int panels, const float *x, int64_t stride, const float *const *weight, int64_t inputs,
+    vec sums[ROWS][2][VECTORS]) {
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3)
+#if ROWS > 3
+        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#endif
+    }
+}
+
+/* The bias of a panel's outputs, or zeros. */
+static void begin(const Linear *linear, Place place, float *values) {
+    for (int i = 0; i < PANEL; i++) values[i] = linear->bias && i < place.width ? linear->bias[place.at + i] : 0.0f;
+}
+
+/* One or two panels of outputs of some rows: weights, then what each row's adapter adds. */
+static void outputs_of(
+    const Linear *linear, const Place *places, int panels, const float *x, int64_t first, int64_t rows,
+    const Step *step, int64_t which, const float *low, int64_t low_stride, vec sums[ROWS][2][VECTORS]) {
+    float start[PANEL];
+    const float *weight[2];
+    for (int panel = 0; panel < panels; panel++) {
+        begin(linear, places[panel], start);
+        weight[panel] = places[panel].weight;
+        for (int64_t row = 0; row < rows; row++)
+            for (int v = 0; v < VECTORS; v++) sums[row][panel][v] = load(start + v * LANES);
+    }
+    multiply(rows, panels, x + first * linear->inputs, linear->inputs, weight, linear->inputs, sums);
+    for (int64_t s = 0; s < step->spans; s++) {
+        const Span *span = &step->span[s];
+        const Factors *factors = &span->factors[which];
+        int64_t from = span->start > first ? span->start : first;
+        int64_t to = span->stop < first + rows ? span->stop : first + rows;
+        if (from >= to || !factors->a) continue;
+        for (int panel = 0; panel < panels; panel++) {
+            int64_t rank = factors->rank;
+            const float *b = factors->b[places[panel].part] + places[panel].first * rank;
+            vec shares[ROWS][2][VECTORS];
+            memset(shares, 0, sizeof(shares));
+            multiply(to - from, 1, low + from * low_stride + places[panel].part * rank, low_stride, &b, rank, shares);
+            for (int64_t row = from; row < to; row++)
+                for (int v = 0; v < VECTORS; v++) sums[row - first][panel][v] += shares[row - from][0][v];
+        }
+    }
+}
+
+static void put(float *to, const vec *values, int64_t width) {
+    if (width == PANEL) {
+        for (int v = 0; v < VECTORS; v++) store(to + v * LANES, values[v]);
+        return;
+    }
+    float all[PANEL];
+    for (int v = 0; v < VECTORS; v++) store(all + v * LANES, values[v]);
+    memcpy(to, all, (size_t)width * sizeof(float));
+}
+
+typedef struct {
+    const Model *model;
+    const Step *step;
+    Team *team;
+    float *x, *normed, *wide, *mixed, *fed, *low, *turns, *scores; /* turns: cosines and sines, [B, kinds, C] */
+    int64_t low_stride, scores_stride;
+} Run;
+
+/* What adapters' A make of the rows, for one linear layer. */
+static void lower(const Run *run, const Linear *linear, int64_t which, const float *x) {
+    const Step *step = run->step;
+    long units = 0;
+    for (int64_t s = 0; s < step->spans; s++) {
+        const Factors *factors = &step->span[s].factors[which];
+        if (factors->a) units += panels_of(linear->parts * factors->rank);
+    }
+    if (!units) return; /* nobody waits, so nobody may have begun */
+    for (long unit; (unit = take(run->team, units)) >= 0;) {
+        long rest = unit;
+        int64_t s = 0, ranks = 0;
+        for (;; s++) {
+            const Factors *factors = &step->span[s].factors[which];
+            if (!factors->a) continue;
+            ranks = linear->parts * factors->rank;
+            if (rest < panels_of(ranks)) break;
+            rest -= panels_of(ranks);
+        }
+        const Span *span = &step->span[s];
+        const float *weight = span->factors[which].a + rest * linear->inputs * PANEL;
+        int64_t left = ranks - rest * PANEL;
+        for (int64_t row = span->start; row < span->stop; row += ROWS) {
+            int64_t rows = span->stop - row < ROWS ? span->stop - row : ROWS;
+            vec sums[ROWS][2][VECTORS];
+            memset(sums, 0, sizeof(sums));
+            multiply(rows, 1, x + row * linear->inputs, linear->inputs, &weight, linear->inputs, sums);
+            for (int64_t r = 0; r < rows; r++)
+                put(run->low + (row + r) * run->low_stride + rest * PANEL, sums[r][0], left < PANEL ? left : PANEL);
+        }
+    }
+    meet(run->team);
+}
+
+/* A linear layer: y [B, outputs] of x [B, inputs]. */
+static void project(const Run *run, const Linear *linear, int64_t which, const float *x, float *y, int64_t stride) {
+    lower(run, linear, which, x);
+    int64_t count = panels_in(linear), rows = run->step->rows;
+    int each = LANES == 16 && rows > 1 ? 2 : 1;
+    for (long unit; (unit = take(run->team, (count + each - 1) / each)) >= 0;) {
+        Place places[2];
+        int panels = count - unit * each < each ? 1 : each;
+        for (int p = 0; p < panels; p++) places[p] = find(linear, unit * each + p);
+        for (int64_t row = 0; row < rows; row += ROWS) {
+            int64_t some = rows - row < ROWS ? rows - row : ROWS;
+            vec sums[ROWS][2][VECTORS];
+            outputs_of(linear, places, panels, x, row, some, run->step, which, run->low, run->low_stride, sums);
+            for (int64_t r = 0; r < some; r++)
+                for (int p = 0; p < panels; p++) put(y + (row + r) * stride + places[p].at, sums[r][p], places[p].width);
+        }
+    }
+    meet(run->team);
+}
+
+static inline vec activated(vec x, int64_t gelu) {
+    if (!gelu) return x / (1.0f + exponential(-x));
+    vec inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    vec tanh = 1.0f - 2.0f / (exponential(2.0f * inner) + 1.0f);
+    return 0.5f * x * (1.0f + tanh);
+}
+
+/* activation(gate) * up: a panel of each at a time. */
+static void project_gated(const Run *run, const Linear *linear, int64_t which, const float *x, float *y) {
+    lower(run, linear, which, x);
+    int64_t count = panels_of(linear->sizes[0]), rows = run->step->rows, gelu = run->model->gelu;
+    for (long unit; (unit = take(run->team, count)) >= 0;) {
+        Place places[2] = {find(linear, unit), find(linear, count + unit)};
+        for (int64_t row = 0; row < rows; row += ROWS) {
+            int64_t some = rows - row < ROWS ? rows - row : ROWS;
+            vec sums[ROWS][2][VECTORS];
+            if (LANES == 16) {
+                outputs_of(linear, places, 2, x, row, some, run->step, which, run->low, run->low_stride, sums);
+            } else { /* a panel at a time, for want of registers */
+                vec up[ROWS][2][VECTORS];
+                outputs_of(linear, places, 1, x, row, some, run->step, which, run->low, run->low_stride, sums);
+                outputs_of(linear, places + 1, 1, x, row, some, run->step, which, run->low, run->low_stride, up);
+                for (int64_t r = 0; r < some; r++) memcpy(sums[r][1], up[r][0], sizeof(sums[r][1]));
+            }
+            for (int64_t r = 0; r < some; r++) {
+                vec fed[VECTORS];
+                for (int v = 0; v < VECTORS; v++) fed[v] = activated(sums[r][0][v], gelu) * sums[r][1][v];
+                put(y + (row + r) * run->model->mlp + places[0].first, fed, places[0].width);
+            }
+        }
+    }
+    meet(run->team);
+}
+
+/* --- Between products ------------------------------------------------------------------------------------------ */
+
+/* Four sums at a time, whatever the machine's registers: a norm's last bits are everywhere the same. */
+static float mean_square(const float *x, int64_t size) {
+    double sums[4] = {0, 0, 0, 0};
+    for (int64_t i = 0; i < size; i++) sums[i & 3] += (double)x[i] * x[i];
+    return (float)((sums[0] + sums[1] + sums[2] + sums[3]) / (double)size);
+}
+
+static void norm(const float *x, const float *weight, float eps, int64_t size, float *out) {
+    float scale = 1.0f / sqrtf(mean_square(x, size) + eps);
+    for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
+}
+
+/* What a layer adds to the rows, normalised where the family does so, and the norm that is read next. */
+static void add(const Run *run, const float *share, const float *own_norm, const float *next_norm) {
+    const Model *model = run->model;
+    int64_t size = model->hidden;
+    for (long row; (row = take(run->team, run->step->rows)) >= 0;) {
+        float *x = run->x + row * size, *normed = run->normed + row * size;
+        const float *added = share + row * size;
+        if (own_norm) {
+            norm(added, own_norm, model->eps, size, normed);
+            added = normed;
+        }
+        for (int64_t i = 0; i < size; i++) x[i] += added[i];
+        norm(x, next_norm, model->eps, size, normed);
+    }
+    meet(run->team);
+}
+
+static void start(const Run *run) {
+    const Model *model = run->model;
+    int64_t size = model->hidden;
+    for (long row; (row = take(run->team, run->step->rows)) >= 0;) {
+        float *x = run->x + row * size;
+        const float *embed = model->embed + run->step->tokens[row] * size;
+        for (int64_t i = 0; i < size; i++) x[i] = embed[i] * model->embed_scale;
+        norm(x, model->layer[0].input_norm, model->eps, size, run->normed + row * size);
+        int64_t half = model->channels / 2;
+        for (int64_t kind = 0; kind < model->kinds; kind++) {
+            float *cosines = run->turns + (row * model->kinds + kind) * 2 * half, *sines = cosines + half;
+            for (int64_t i = 0; i < half; i++) {
+                float angle = (float)run->step->positions[row] * model->frequencies[kind * half + i];
+                cosines[i] = cosf(angle);
+                sines[i] = sinf(angle);
+            }
+        }
+    }
+    meet(run->team);
+}
+
+/* Channel c turns together with channel c + C/2. */
+static void turn(float *head, const float *cosines, int64_t half) {
+    const float *sines = cosines + half;
+    for (int64_t i = 0; i < half; i++) {
+        float first = head[i], second = head[i + half];
+        head[i] = first * cosines[i] - second * sines[i];
+        head[i + half] = second * cosines[i] + first * sines[i];
+    }
+}
+
+static float dot(const float *a, const float *b, int64_t size) {
+    vec sums = {};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) sums += load(a + i) * load(b + i);
+    float sum = total(sums);
+    for (; i < size; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+/* The query heads of one group of one row: keys and values are kept, then all that is seen is weighed. */
+static void attend(const Run *run, const Layer *layer, int64_t index, long unit, int number) {
+    const Model *model = run->model;
+    const Step *step = run->step;
+    int64_t C = model->channels, G = model->groups, H = model->heads, each = H / G;
+    int64_t row = unit / G, group = unit % G, position = step->positions[row];
+    float *qkv = run->wide + row * (H + 2 * G) * C;
+    float *q = qkv + group * each * C, *k = qkv + (H + group) * C, *v = qkv + (H + G + group) * C;
+    if (layer->q_norm) {
+        for (int64_t h = 0; h < each; h++) norm(q + h * C, layer->q_norm, model->eps, C, q + h * C);
+        norm(k, layer->k_norm, model->eps, C, k);
+    }
+    if (layer->rotary >= 0) {
+        const float *cosines = run->turns + (row * model->kinds + layer->rotary) * (C / 2 * 2);
+        for (int64_t h = 0; h < each; h++) turn(q + h * C, cosines, C / 2);
+        turn(k, cosines, C / 2);
+    }
+    const int64_t *table = step->tables + row * step->width;
+    int64_t stride = G * C, size = model->blocks * model->block * stride;
+    float *keys = model->cache + 2 * index * size + group * C, *values = keys + size;
+    int64_t own = (table[position / model->block] * model->block + position % model->block) * stride;
+    memcpy(keys + own, k, (size_t)C * sizeof(float));
+    memcpy(values + own, v, (size_t)C * sizeof(float));
+    int64_t first = layer->window && position >= layer->window ? position - layer->window + 1 : 0;
+    int64_t count = position + 1 - first;
+    float *scores = run->scores + number * run->scores_stride; /* [each, count] */
+    for (int64_t s = 0; s < count; s++) {
+        int64_t at = first + s;
+        const float *key = keys + (table[at / model->block] * model->block + at % model->block) * stride;
+        for (int64_t h = 0; h < each; h++) {
+            float score = dot(q + h * C, key, C) * layer->scale;
+            scores[h * count + s] = layer->softcap > 0 ? tanhf(score / layer->softcap) * layer->softcap : score;
+        }
+    }
+    float *out = run->mixed + (row * H + group * each) * C;
+    memset(out, 0, (size_t)(each * C) * sizeof(float));
+    for (int64_t h = 0; h < each; h++) {
+        float *own_scores = scores + h * count, top = own_scores[0];
+        for (int64_t s = 1; s < count; s++) top = own_scores[s] > top ? own_scores[s] : top;
+        vec sums = {};
+        int64_t s = 0;
+        for (; s + LANES <= count; s += LANES) {
+            vec weights = exponential(load(own_scores + s) - top);
+            store(own_scores + s, weights);
+            sums += weights;
+        }
+        float sum = total(sums);
+        if (s < count) {
+            float rest[LANES] = {0};
+            memcpy(rest, own_scores + s, (size_t)(count - s) * sizeof(float));
+            store(rest, exponential(load(rest) - top));
+            for (int64_t i = 0; s < count; i++, s++) sum += own_scores[s] = rest[i];
+        }
+        for (int64_t i = 0; i < count; i++) own_scores[i] /= sum;
+    }
+    for (int64_t s = 0; s < count; s++) {
+        int64_t at = first + s;
+        const float *value = values + (table[at / model->block] * model->block + at % model->block) * stride;
+        for (int64_t h = 0; h < each; h++) {
+            float weight = scores[h * count + s], *mixed = out + h * C;
+            for (int64_t c = 0; c < C; c++) mixed[c] += weight * value[c];
+        }
+    }
+}
+
+static void cap(const Run *run) {
+    float bound = run->model->logit_cap;
+    if (bound <= 0) return;
+    int64_t size = run->model->vocab;
+    for (long row; (row = take(run->team, run->step->rows)) >= 0;) {
+        float *logits = run->step->logits + row * size;
+        for (int64_t i = 0; i < size; i++) logits[i] = tanhf(logits[i] / bound) * bound;
+    }
+    meet(run->team);
+}
+
+static void work(int number, void *about) {
+    const Run *run = about;
+    const Model *model = run->model;
+    int64_t inner = model->heads * model->channels, wide = inner + 2 * model->groups * model->channels;
+    start(run);
+    for (int64_t index = 0; index < model->layers; index++) {
+        const Layer *layer = &model->layer[index];
+        const float *next = index + 1 < model->layers ? layer[1].input_norm : model->norm;
+        project(run, &layer->qkv, 4 * index, run->normed, run->wide, wide);
+        for (long unit; (unit = take(run->team, run->step->rows * model->groups)) >= 0;)
+            attend(run, layer, index, unit, number);
+        meet(run->team);
+        project(run, &layer->o, 4 * index + 1, run->mixed, run->wide, model->hidden);
+        add(run, run->wide, layer->post_attention_norm, layer->mlp_norm);
+        project_gated(run, &layer->gate_up, 4 * index + 2, run->normed, run->fed);
+        project(run, &layer->down, 4 * index + 3, run->fed, run->wide, model->hidden);
+        add(run, run->wide, layer->post_mlp_norm, next);
+    }
+    project(run, &model->head, 4 * model->layers, run->normed, run->step->logits, model->vocab);
+    cap(run);
+    meet(run->team); /* the caller frees what everybody reads */
+}
+
+/* Decode a token of every row: 0, or -1 if there is no memory. */
+int decode(const Model *model, const Step *step, Team *team) {
+    int64_t inner = model->heads * model->channels, wide = inner + 2 * model->groups * model->channels;
+    int64_t widest = wide > model->hidden ? wide : model->hidden, ranks = 0, longest = 0;
+    for (int64_t s = 0; s < step->spans; s++)
+        for (int64_t which = 0; which <= 4 * model->layers; which++)
+            if (step->span[s].factors[which].rank > ranks) ranks = step->span[s].factors[which].rank;
+    for (int64_t row = 0; row < step->rows; row++)
+        if (step->positions[row] + 1 > longest) longest = step->positions[row] + 1;
+    Run run = {.model = model, .step = step, .team = team};
+    run.low_stride = PARTS * ranks;
+    run.scores_stride = (model->heads / model->groups) * longest + LANES;
+    int64_t turns = model->kinds * model->channels;
+    int64_t sizes[] = {model->hidden, model->hidden, widest, inner, model->mlp, run.low_stride, turns};
+    float **parts[] = {&run.x, &run.normed, &run.wide, &run.mixed, &run.fed, &run.low, &run.turns};
+    int64_t floats = team->threads * run.scores_stride;
+    for (int i = 0; i < 7; i++) floats += step->rows * sizes[i];
+    float *memory = malloc((size_t)floats * sizeof(float));
+    if (!memory) return -1;
+    float *at = memory;
+    for (int i = 0; i < 7; i++) {
+        *parts[i] = at;
+        at += step->rows * sizes[i];
+    }
+    run.scores = at;
+    together(team, work, &run);
+    free(memory);
+    return 0;
+}
+
+/* Lay a matrix [outputs, inputs] out in panels, the last of which is filled up with zeros. */
+void pack(const float *from, int64_t outputs, int64_t inputs, float scale, float *to) {
+    for (int64_t panel = 0; panel < panels_of(outputs); panel++)
+        for (int64_t k = 0; k < inputs; k++)
+            for (int64_t i = 0; i < PANEL; i++) {
+                int64_t row = panel * PANEL + i;
+                *to++ = row < outputs ? from[row * inputs + k] * scale : 0.0f;
+            }
+}
+
+typedef struct {
+    Run run;
+    const Linear *linear;
+    const float *x;
+    float *y;
+} Product;
+
+static void multiply_all(int number, void *about) {
+    (void)number;
+    const Product *product = about;
+    int64_t outputs = 0;
+    for (int64_t part = 0; part < product->linear->parts; part++) outputs += product->linear->sizes[part];
+    project(&product->run, product->linear, 0, product->x, product->y, outputs);
+}
+
+/* y [rows, outputs] of x [rows, inputs], without adapters. */
+void product(const Linear *linear, const float *x, int64_t rows, float *y, Team *team) {
+    Step step = {.rows = rows};
+    Product about = {{.step = &step, .team = team}, linear, x, y};
+    together(team, multiply_all, &about);
+}

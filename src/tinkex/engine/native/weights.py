@@ -1,0 +1,91 @@
+"""Weights as `step.c` reads them: in panels of outputs, input after input.
+
+Axes: N outputs, D inputs, R rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from tinkex.engine.native import library as c
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tinkex.engine.decoder import Decoder, Lora
+    from tinkex.engine.lora import Factors, Linear
+    from tinkex.engine.native.library import Library
+
+
+class Native:
+    """A model's linear layers, packed when they are first used, and the threads that multiply with them."""
+
+    def __init__(self, library: Library, model: Decoder, threads: int) -> None:
+        self.library, self.model = library, model
+        self.team = library.team_new(threads)
+        if not self.team:
+            raise MemoryError("no memory for a team of threads")
+        weakref.finalize(self, library.team_free, self.team)
+        self._linears: dict[str, tuple[c.Linear, Sequence[torch.Tensor]]] = {}
+
+    def linear(self, linear: Linear) -> c.Linear:
+        """A linear layer as C knows it."""
+        known = self._linears.get(linear.name)
+        if known is None:
+            parts = torch.split(linear.weight_ND, linear.sizes)
+            weight = torch.cat([packed(part).view(-1) for part in parts])
+            sizes = (c.Int * c.PARTS)(*linear.sizes)
+            inputs, bias = linear.weight_ND.shape[1], linear.bias_N
+            known = c.Linear(weight.data_ptr(), address(bias), inputs, len(parts), sizes), [weight]
+            self._linears[linear.name] = known
+        return known[0]
+
+    def product(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """A linear layer of the base model."""
+        x_TD = x_TD.contiguous()
+        y_TN = x_TD.new_empty(x_TD.shape[0], linear.weight_ND.shape[0])
+        self.library.product(self.linear(linear), x_TD.data_ptr(), x_TD.shape[0], y_TN.data_ptr(), self.team)
+        return y_TN
+
+
+class PackedLora:
+    """The factors of an adapter, for the linear layers of a model in their order; B has the scale in it."""
+
+    def __init__(self, lora: Lora, linears: Sequence[Linear]) -> None:
+        self._kept: list[torch.Tensor] = []
+        self.factors = (c.Factors * len(linears))(*(self._pack(lora.factors.get(x.name)) for x in linears))
+        self.bytes = sum(tensor.nbytes for tensor in self._kept)
+
+    def _pack(self, factors: Factors | None) -> c.Factors:
+        if factors is None:
+            return c.Factors()
+        a, *b = packed(factors.a_RD), *(packed(b_NR * factors.scale) for b_NR in factors.b_NR)
+        self._kept += [a, *b]
+        addresses = (c.Pointer * c.PARTS)(*(part.data_ptr() for part in b))
+        return c.Factors(a.data_ptr(), addresses, factors.b_NR[0].shape[1])
+
+
+def packed(weight_ND: torch.Tensor) -> torch.Tensor:
+    """`[panels, D, PANEL]`; the last panel is filled up with zeros."""
+    outputs, inputs = weight_ND.shape
+    whole = F.pad(weight_ND, (0, 0, 0, -outputs % c.PANEL)) if outputs % c.PANEL else weight_ND
+    return whole.view(-1, c.PANEL, inputs).transpose(1, 2).contiguous()
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Where a tensor lies; nowhere if there is none."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def find(model: Decoder, most_bytes: int) -> Native | None:
+    """The way of C for a model, if this machine has it and a second copy of the weights may be kept."""
+    like = model.embed_VD
+    size = sum(linear.weight_ND.nbytes for linear in model.linears())
+    if like.device.type != "cpu" or like.dtype != torch.float32 or size > most_bytes:
+        return None
+    library = c.load()
+    return None if library is None else Native(library, model, torch.get_num_threads())

@@ -1,0 +1,289 @@
+"""Decoding by C: how it is compiled and kept, and what it computes. Other files show that it samples as PyTorch."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.conftest import Checkpoint, Sample
+from tinkex.engine.decoder import Lora
+from tinkex.engine.lora import Factors, Linear
+from tinkex.engine.native import decoding, library
+from tinkex.engine.native.decoding import NativeDecoding
+from tinkex.engine.native.weights import Native, PackedLora, packed
+from tinkex.engine.openmp import usable_cores
+from tinkex.engine.sampler import Limits, Runner, Sampler
+from tinkex.engine.torch_engine import TorchEngine
+from tinkex.types.tensors import Array
+from tinkex.types.training import LoraConfig
+
+pytestmark = pytest.mark.skipif(not list(library.compilers()), reason="there is no C compiler")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and nothing loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
+    library.load.cache_clear()
+    yield tmp_path / "tinkex" / "native"
+    library.load.cache_clear()
+
+
+def compiler_of(path: Path, script: str) -> list[str]:
+    """A command that stands in for a compiler, and leaves a line in `calls` each time."""
+    real = " ".join(next(iter(library.compilers())))
+    path.write_text(f"#!/bin/sh\necho called >> {path.parent}/calls\n{script.replace('REAL', real)}\n")
+    path.chmod(0o700)
+    return [str(path)]
+
+
+def test_it_is_compiled_once_and_kept(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = compiler_of(tmp_path / "cc", 'exec REAL "$@"')
+    monkeypatch.setattr(library, "compilers", lambda: iter([command]))
+    first = library.load()
+    assert first is not None
+    assert library.load() is first
+    library.load.cache_clear()
+    assert library.load() is not None
+    assert (tmp_path / "calls").read_text().splitlines() == ["called"]
+    (kept,) = cache.iterdir()
+    assert kept.name.startswith("step-")
+    assert not stat.S_IMODE(cache.stat().st_mode) & 0o077
+
+
+def test_another_compiler_or_machine_makes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = library.compiled(compiler_of(tmp_path / "one", 'exec REAL "$@"'), tmp_path)
+    two = library.compiled(compiler_of(tmp_path / "two", 'exec REAL "$@"'), tmp_path)
+    monkeypatch.setattr(library, "_machine", lambda: b"another")
+    three = library.compiled([str(tmp_path / "two")], tmp_path)
+    assert len({one, two, three}) == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo 'step.c: no such header' >&2; exit 1", "cc fails: step.c: no such header"),
+        ("exit 3", "cc fails: exit 3"),
+        ("exit 0", ""),  # it says it went well, and has made nothing
+    ],
+)
+def test_without_a_compiler_that_works_pytorch_does_it(
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    script: str,
+    message: str,
+    engine: TorchEngine,
+    sample: Sample,
+) -> None:
+    command = compiler_of(tmp_path / "cc", script)
+    monkeypatch.setattr(library, "compilers", lambda: iter([command]))
+    with caplog.at_level(logging.INFO, "tinkex.engine"):
+        engine.snapshot("a", "s")
+        assert len(sample(engine, [5, 6, 7], max_tokens=9, stop=[]).sequences[0].tokens) == 9
+    (said,) = [record.getMessage() for record in caplog.records if "slower" in record.getMessage()]
+    assert said.startswith("sampling on the CPU goes by PyTorch alone, and is slower: ")
+    assert message in said
+    assert not isinstance(runner_of(engine)._decoding, NativeDecoding)
+    assert not list(cache.iterdir())
+
+
+def test_no_compiler_at_all_is_said(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.delenv("CC", raising=False)
+    with caplog.at_level(logging.INFO, "tinkex.engine"):
+        assert library.load() is None
+    assert "there is no C compiler (cc, gcc, clang, or the package ziglang)" in caplog.text
+
+
+def test_it_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.SWITCH, "0")
+    assert library.load() is None
+    assert not cache.exists()
+
+
+def test_ones_own_compiler_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "mine --quick")
+    assert next(iter(library.compilers())) == ["mine", "--quick"]
+
+
+@pytest.mark.parametrize("what", ["others may write", "it is a file"])
+def test_a_cache_that_is_not_ones_own_is_not_used(cache: Path, what: str) -> None:
+    if what == "others may write":
+        cache.mkdir(parents=True)
+        cache.chmod(0o777)
+    else:
+        cache.parent.write_text("")
+    assert library.load() is not None
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_what_was_spoilt_in_the_cache_is_made_anew(cache: Path) -> None:
+    cache.mkdir(parents=True, mode=0o700)
+    kept = library.compiled(next(iter(library.compilers())), cache)
+    size = kept.stat().st_size
+    kept.write_bytes(b"half of it")
+    library.load()
+    library.load.cache_clear()
+    assert library.load() is not None
+    assert kept.stat().st_size == size
+
+
+def test_a_library_that_computes_nonsense_is_not_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "step.c"
+    broken.write_text(
+        library.SOURCE.read_text().replace("kept[row][panel][v] += value", "kept[row][panel][v] -= value")
+    )
+    monkeypatch.setattr(library, "SOURCE", broken)
+    with caplog.at_level(logging.INFO, "tinkex.engine"):
+        assert library.load() is None
+    assert "its products are wrong on this machine" in caplog.text
+
+
+# --- What it computes --------------------------------------------------------------------------------------------
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def native_of(engine: TorchEngine, threads: int) -> Native:
+    loaded = library.load()
+    assert loaded is not None
+    return Native(loaded, engine._bases["small"].model, threads)
+
+
+@pytest.mark.parametrize("sizes", [[1], [16], [100], [40, 16, 3], [33, 33]])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_products_are_right_and_their_rows_depend_on_nothing_else(
+    engine: TorchEngine, sizes: list[int], bias: bool
+) -> None:
+    inputs = 77
+    weight, x = random(sum(sizes), inputs), random(45, inputs, seed=1)
+    linear = Linear("x", "mlp", weight, random(sum(sizes), seed=2) if bias else None, ["m"] * len(sizes), sizes)
+    whole = native_of(engine, 2).product(x, linear)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), linear.bias_N.double() if bias else None)  # type: ignore[union-attr]
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-5)
+    for threads in (1, 2, 3):
+        native = native_of(engine, threads)
+        for rows in (1, 2, 3, 7, 8, 9, 45):
+            assert torch.equal(native.product(x[:rows], linear), whole[:rows])
+        assert torch.equal(native.product(x[13:14], linear), whole[13:14])
+        assert torch.equal(native.product(x[:, :].t().contiguous().t(), linear), whole)
+
+
+def test_factors_are_laid_out_in_panels() -> None:
+    a, b = random(6, 20), random(40, 3)
+    linear = Linear("x", "mlp", random(40, 20), None, ["one", "two"], [24, 16])
+    other = Linear("y", "mlp", random(40, 20), None, ["one"], [40])
+    lora = PackedLora(Lora({"x": Factors(a, [b[:24], b[24:]], 0.5)}), [other, linear])
+    nothing, factors = lora.factors
+    assert not nothing.a
+    assert factors.rank == 3
+
+    def read(where: int, panels: int, inputs: int) -> Array:
+        values = ctypes.string_at(where, 4 * panels * inputs * library.PANEL)
+        return np.frombuffer(values, np.float32).reshape(panels, inputs, library.PANEL)
+
+    first = read(factors.a, 1, 20)[0]
+    np.testing.assert_array_equal(first[:, :6], a.T)
+    assert not first[:, 6:].any()
+    both = read(factors.b[0], 2, 3)
+    np.testing.assert_array_equal(np.concatenate([both[0], both[1][:, :8]], axis=1), 0.5 * b[:24].T)
+    np.testing.assert_array_equal(read(factors.b[1], 1, 3)[0], 0.5 * b[24:].T)
+    assert lora.bytes == 4 * 16 * (20 + 2 * 3 + 3)
+    assert packed(a).shape == (1, 20, 16)
+
+
+def runner_of(engine: TorchEngine) -> Runner:
+    (runner,) = engine._sampler._runners.values()
+    return runner
+
+
+def test_dense_models_in_float32_go_this_way_and_others_do_not(checkpoint: Checkpoint, sample: Sample) -> None:
+    ways = {}
+    for family, dtype in (("llama", torch.float32), ("llama", torch.bfloat16), ("qwen3-moe", torch.float32)):
+        engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1)
+        engine.load_sampler("s", "m", None)
+        sample(engine, [5, 6, 7], max_tokens=2, stop=[])
+        ways[family, dtype] = type(runner_of(engine)._decoding).__name__
+    assert list(ways.values()) == ["NativeDecoding", "SlabDecoding", "SlabDecoding"]
+
+
+def test_weights_too_large_to_be_kept_twice_are_not(engine: TorchEngine, sample: Sample) -> None:
+    engine._sampler = Sampler(Limits(packed_bytes=1000))
+    engine.snapshot("a", "s")
+    sample(engine, [5, 6, 7], max_tokens=2, stop=[])
+    assert not isinstance(runner_of(engine)._decoding, NativeDecoding)
+
+
+def test_adapters_stay_packed_while_they_are_used_and_for_a_while(
+    engine: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(4):
+        engine.create(f"a{seed}", "small", LoraConfig(rank=4, seed=seed))
+        engine.snapshot(f"a{seed}", f"s{seed}")
+    made: list[object] = []
+
+    def pack(*given: Any) -> PackedLora:
+        made.append(given)
+        return PackedLora(*given)
+
+    monkeypatch.setattr(decoding, "PackedLora", pack)
+
+    def ask(*samplers: int) -> int:
+        made.clear()
+        for sampler in samplers:
+            sample(engine, [5, 6, 7], sampler=f"s{sampler}", max_tokens=4, stop=[])
+        return len(made)
+
+    assert ask(0, 1, 2) == 3
+    assert ask(0, 1, 2) == 0
+    way = runner_of(engine)._decoding
+    assert isinstance(way, NativeDecoding)
+    each = next(iter(way._packed.values())).bytes
+    monkeypatch.setattr(decoding, "KEPT_ADAPTERS", 2 * each)
+    assert ask(3) == 1  # 1 and 2 are kept besides it
+    assert ask(1, 2) == 0
+    assert ask(0) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_threads_end_when_nobody_needs_them(engine: TorchEngine) -> None:
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    gc.collect()
+    before = threads()
+    native = native_of(engine, 5)
+    assert threads() == before + 4
+    del native
+    gc.collect()
+    assert threads() == before
+
+
+def test_a_containers_share_of_the_cores_is_respected(tmp_path: Path) -> None:
+    limit = tmp_path / "cpu.max"
+    allowed = usable_cores(limit)
+    assert allowed >= 1
+    for text, expected in (("max 100000", allowed), ("50000 100000", 1), ("100000 100000", 1), ("gibberish", allowed)):
+        limit.write_text(text)
+        assert usable_cores(limit) == expected
