@@ -134,6 +134,8 @@ def environment_page() -> str:
         "| `TINKEX_DATA_DIR` | where checkpoints and facts are kept |",
         "| `TINKEX_SERVER_API_KEY` | one key that the server takes, besides those of `tinkex key create` |",
         "| `TINKEX_HUB_CACHE` | `0`: do not put tokenizers into the Hugging Face cache |",
+        "| `TINKEX_NATIVE` | `0`: sample on a CPU by PyTorch alone, without what is compiled for that |",
+        "| `CC` | the C compiler for that; else `cc`, `gcc`, `clang` or the one in ziglang |",
         "| `TINKEX_COMPAT` | `1`: `import tinker` gives tinkex, where its start-up hook is installed |",
         "",
         "Of Hugging Face, read by tokenizers, model downloads and uploads: `HF_TOKEN` or `HUGGING_FACE_HUB_TOKEN`,",

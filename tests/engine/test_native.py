@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from engine.conftest import Checkpoint, Sample
+from tinkex.engine.choices import choose
 from tinkex.engine.decoder import Lora
 from tinkex.engine.lora import Factors, Linear
 from tinkex.engine.native import decoding, library
@@ -25,6 +26,7 @@ from tinkex.engine.native.weights import Native, PackedLora, packed
 from tinkex.engine.openmp import usable_cores
 from tinkex.engine.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch_engine import TorchEngine
+from tinkex.types.sampling import SamplingParams
 from tinkex.types.tensors import Array
 from tinkex.types.training import LoraConfig
 
@@ -211,6 +213,47 @@ def test_factors_are_laid_out_in_panels() -> None:
     np.testing.assert_array_equal(read(factors.b[1], 1, 3)[0], 0.5 * b[24:].T)
     assert lora.bytes == 4 * 16 * (20 + 2 * 3 + 3)
     assert packed(a).shape == (1, 20, 16)
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 16, 97, 256, 700, 5000])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 40.0])
+def test_tokens_are_drawn_as_by_pytorch(engine: TorchEngine, vocab: int, scale: float) -> None:
+    """By the same numbers; where weights differ in their last bits, a token at the edge may differ, and no other."""
+    rows = 300
+    logits, numbers = scale * random(rows, vocab, seed=vocab), np.linspace(0, 1, rows, endpoint=False)
+    logits[3, 1:] = -torch.inf
+    native = native_of(engine, 2)
+    for temperature in (0.0, 1e-4, 0.7, 1.0, 2.5):
+        params = SamplingParams(temperature=temperature)
+        expected, logprobs = choose(logits, numbers, [params] * rows)
+        tokens, chosen = native.draw(logits, numbers, np.full(rows, temperature))
+        assert (tokens != expected.numpy()).sum() <= rows // 100
+        np.testing.assert_allclose(chosen, logprobs.numpy()[np.arange(rows), tokens], rtol=1e-5, atol=1e-5)
+        for some in (slice(0, 1), slice(5, 40)):  # neighbours change no bit
+            again, values = native_of(engine, 1).draw(logits[some], numbers[some], np.full(rows, temperature)[some])
+            np.testing.assert_array_equal(again, tokens[some])
+            np.testing.assert_array_equal(values, chosen[some])
+
+
+def test_how_often_a_token_is_drawn_is_its_probability(engine: TorchEngine) -> None:
+    logits = random(1, 40) * 2
+    numbers = (np.arange(20000) + 0.5) / 20000
+    tokens, _ = native_of(engine, 2).draw(logits.expand(20000, -1), numbers, np.ones(20000))
+    shares = np.bincount(tokens, minlength=40) / 20000
+    np.testing.assert_allclose(shares, logits.softmax(-1)[0].numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_not_taken_for_something(
+    engine: TorchEngine, value: float, temperature: float
+) -> None:
+    logits = random(2, 97)
+    logits[0, 40] = value
+    tokens, logprobs = native_of(engine, 1).draw(logits, np.array([0.3, 0.3]), np.full(2, temperature))
+    assert not np.isfinite(logprobs[0])
+    assert 0 <= tokens[0] < 97
+    assert np.isfinite(logprobs[1])
 
 
 def runner_of(engine: TorchEngine) -> Runner:

@@ -26,6 +26,7 @@ class Experts:
     """The sparse counterpart of an mlp."""
 
     router_ED: torch.Tensor
+    """In float32 at least: a route that flips between training and sampling costs more than all other rounding."""
     each: Sequence[Mlp]
     chosen: int
     normed: bool
@@ -49,8 +50,7 @@ class Experts:
 
     def route(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """For each token its experts, likeliest first, and their weights."""
-        logits_TE = F.linear(x_TD, self.router_ED)
-        probs_TE = logits_TE.softmax(-1, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
+        probs_TE = F.linear(x_TD.to(self.router_ED.dtype), self.router_ED).softmax(-1)
         weights_TK, experts_TK = probs_TE.topk(self.chosen, dim=-1)
         if self.normed:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from tinkex.engine import EngineError, SampleDone
 from tinkex.engine.cache import BLOCK, Pool, block_bytes, blocks_for
-from tinkex.engine.choices import choose, uniforms
+from tinkex.engine.choices import GREEDY_BELOW, choose, uniforms
 from tinkex.engine.copies import mark, to_host
 from tinkex.engine.decoding import Decoding, Piece, Prefill, Row, SlabDecoding, StaticDecoding, put
 from tinkex.engine.jobs import Job, Sample
@@ -35,13 +35,12 @@ from tinkex.engine.native.decoding import NativeDecoding, covers
 from tinkex.engine.native.weights import find as find_native
 from tinkex.engine.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.turns import Shares
-from tinkex.types.sampling import TopkLogprobs
+from tinkex.types.sampling import SampleRequest, TopkLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tinkex.engine.decoder import Decoder, Lora
-    from tinkex.engine.native.weights import Native
     from tinkex.types.tensors import Array
 
 FIRST_TOKENS = 64
@@ -119,10 +118,10 @@ class Runner:
         self._chunk = limits.prefill(model.embed_VD.device)
         self._pool = Pool(model, limits.blocks(model))
         self._blocks = self._pool.blocks
-        native = find_native(model, limits.packed_bytes) if limits.way in (None, "native") else None
-        self._products = Products(model, limits.packed_bytes, native)
+        self._native = find_native(model, limits.packed_bytes) if limits.way in (None, "native") else None
+        self._products = Products(model, limits.packed_bytes, self._native)
         self._prefill = Prefill(model, self._pool, self._products)
-        self._decoding = self._choose_decoding(native)
+        self._decoding = self._choose_decoding()
         self._queues: dict[str, deque[tuple[str, Job]]] = {}
         """By owner, the jobs that wait."""
         self._returned: deque[tuple[str, Job, str]] = deque()
@@ -133,12 +132,12 @@ class Runner:
         self._done: list[SampleDone] = []
         """What ended in this step."""
 
-    def _choose_decoding(self, native: Native | None) -> Decoding:
+    def _choose_decoding(self) -> Decoding:
         model, way = self._model, self._limits.way
         if way == "static" or (way is None and model.embed_VD.device.type != "cpu"):
             return StaticDecoding(model, self._pool, self._limits.max_rows)
-        if native is not None and covers(model):
-            return NativeDecoding(native, self._pool)
+        if self._native is not None and covers(model):
+            return NativeDecoding(self._native, self._pool)
         return SlabDecoding(model, self._pool, self._products)
 
     def busy(self) -> bool:
@@ -303,9 +302,7 @@ class Runner:
 
     def _draw(self, logits_BV: torch.Tensor, pairs: Sequence[tuple[_Running, Sample]], *, later: bool) -> _Drawn:
         """Choose a token for every sample, on the device; `later` ones are the next that their rows are fed."""
-        params_B = [running.job.request.sampling_params for running, _ in pairs]
-        tokens_B, logprobs_BV = choose(logits_BV, _numbers(pairs), params_B)
-        chosen_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+        tokens_B, chosen_B, known = self._choose(logits_BV, pairs)
         if later:
             self._decoding.keep(tokens_B)
         rows_of: dict[int, list[int]] = {}
@@ -315,9 +312,36 @@ class Runner:
             if sample.row is not None:
                 sample.row.drawn = at
         jobs = [(pairs[at_b[0]][0], at_b) for at_b in rows_of.values()]
-        topk = [_likeliest(logprobs_BV, at_b, running.job.request.topk_sample_logprobs) for running, at_b in jobs]
+        topk = [_likeliest(known, at_b, running.job.request.topk_sample_logprobs) for running, at_b in jobs]
         both_2B = to_host(torch.stack([tokens_B.double(), chosen_B.double()]))  # one copy
         return _Drawn([(sample, sample.row) for _, sample in pairs], jobs, topk, both_2B, mark(logits_BV.device))
+
+    def _choose(
+        self, logits_BV: torch.Tensor, pairs: Sequence[tuple[_Running, Sample]]
+    ) -> tuple[torch.Tensor, torch.Tensor, _Logprobs]:
+        """A token for every sample, its log-probability, and those of all tokens where more than that is asked for.
+
+        Which way a sample goes depends on its own request: by C if there is nothing to truncate and nothing to list.
+        """
+        requests, numbers_B = [running.job.request for running, _ in pairs], _numbers(pairs)
+        params_B = [request.sampling_params for request in requests]
+        if self._native is None:
+            tokens_B, logprobs_BV = choose(logits_BV, numbers_B, params_B)
+            return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0], _Logprobs(logprobs_BV)
+        temperatures = np.array([params.temperature for params in params_B])
+        drawn_B, chosen_B = self._native.draw(
+            logits_BV, numbers_B, np.where(temperatures < GREEDY_BELOW, 0, temperatures)
+        )
+        rest = [at for at, request in enumerate(requests) if not _is_plain(request)]
+        known = _Logprobs(logits_BV[:0])
+        if rest:
+            some_b, logprobs_bV = choose(
+                logits_BV[put(rest, logits_BV)], numbers_B[rest], [params_B[at] for at in rest]
+            )
+            drawn_B[rest] = some_b.numpy()
+            chosen_B[rest] = logprobs_bV.gather(1, some_b[:, None])[:, 0].numpy()
+            known = _Logprobs(logprobs_bV, {at: index for index, at in enumerate(rest)})
+        return torch.from_numpy(drawn_B), torch.from_numpy(chosen_B), known
 
     def _read(self, drawn: _Drawn | None) -> None:
         """Give samples the tokens that were drawn for them; those that have ended or gone meanwhile need none."""
@@ -471,11 +495,31 @@ def _numbers(pairs: Sequence[tuple[_Running, Sample]]) -> Array:
     return uniforms(seeds, indices, np.array([len(sample.tokens) + sample.drawn for _, sample in pairs]))
 
 
-def _likeliest(logprobs_BV: torch.Tensor, at_b: Sequence[int], k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Tokens and log-probabilities of the k likeliest, for some rows."""
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Log-probabilities of all tokens, of every sample of a step or of some."""
+
+    logprobs_BV: torch.Tensor
+    rows: Mapping[int, int] | None = None
+    """Which row is which sample's, if not every sample has one."""
+
+    def of(self, at_b: Sequence[int]) -> torch.Tensor:
+        rows = at_b if self.rows is None else [self.rows[at] for at in at_b]
+        return self.logprobs_BV[put(rows, self.logprobs_BV)]
+
+
+def _is_plain(request: SampleRequest) -> bool:
+    """Whether a sample is drawn among all tokens, and no others are listed beside it."""
+    params = request.sampling_params
+    is_whole = (params.top_k == -1 and params.top_p == 1) or params.temperature < GREEDY_BELOW
+    return is_whole and not request.topk_sample_logprobs
+
+
+def _likeliest(known: _Logprobs, at_b: Sequence[int], k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Tokens and log-probabilities of the k likeliest, for some samples."""
     if not k:
         return None
-    values, ids = logprobs_BV[put(at_b, logprobs_BV)].topk(k, dim=-1)
+    values, ids = known.of(at_b).topk(k, dim=-1)
     return to_host(ids), to_host(values)
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tinkex.engine import EngineError
+from tinkex.engine.attention import widened
 from tinkex.engine.config import DecoderConfig, ExpertsConfig, inverse_frequencies
 from tinkex.engine.decoder import Decoder, Layer, Mlp
 from tinkex.engine.experts import Experts
@@ -179,7 +180,7 @@ class _Source:
             )
 
         return Experts(
-            router_ED=self.get(prefix + "gate.weight", about.count, hidden),
+            router_ED=widened(self.get(prefix + "gate.weight", about.count, hidden)),
             each=[expert(number) for number in range(about.count)],
             chosen=about.chosen,
             normed=about.normed,

@@ -106,6 +106,7 @@ class Library:
         self.team_new = _function(library.team_new, Pointer, ctypes.c_int)
         self.team_free = _function(library.team_free, None, Pointer)
         self.decode = _function(library.decode, ctypes.c_int, ctypes.POINTER(Model), ctypes.POINTER(Step), Pointer)
+        self.draw = _function(library.draw, ctypes.c_int, Pointer, Int, Int, *([Pointer] * 5))
         self.product = _function(library.product, None, ctypes.POINTER(Linear), Pointer, Int, Pointer, Pointer)
 
     def check(self) -> None:

@@ -49,7 +49,8 @@ static inline float total(vec x) {
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-/* e^x to about one unit in the last place: 2^n times a polynomial of what is left, within +-ln(2)/2. */
+/* e^x to about one unit in the last place: 2^n times a polynomial of what is left, within +-ln(2)/2. What would be no
+ * normal number is 0. */
 static inline vec exponential(vec x) {
     const vec high = (vec){} + 88.0f, low = (vec){} - 87.3f;
     ints above = x > high, below = x < low;
@@ -66,7 +67,7 @@ static inline vec exponential(vec x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
     ints power = (__builtin_convertvector(n, ints) + 127) << 23;
-    return p * (vec)power;
+    return (vec)((ints)(p * (vec)power) & ~below);
 }
 
 /* --- What is computed with, as Python describes it ------------------------------------------------------------- */
@@ -650,14 +651,116 @@ int decode(const Model *model, const Step *step, Team *team) {
     return 0;
 }
 
-/* Lay a matrix [outputs, inputs] out in panels, the last of which is filled up with zeros. */
-void pack(const float *from, int64_t outputs, int64_t inputs, float scale, float *to) {
-    for (int64_t panel = 0; panel < panels_of(outputs); panel++)
-        for (int64_t k = 0; k < inputs; k++)
-            for (int64_t i = 0; i < PANEL; i++) {
-                int64_t row = panel * PANEL + i;
-                *to++ = row < outputs ? from[row * inputs + k] * scale : 0.0f;
-            }
+/* --- Choosing tokens ------------------------------------------------------------------------------------------- */
+
+#define SPAN 256 /* weights are summed by spans, of which only the one that is hit is looked at closely */
+
+typedef struct {
+    Team *team;
+    int64_t rows, vocab;
+    const float *logits;
+    const double *numbers, *temperatures;
+    int64_t *tokens;
+    double *logprobs, *sums; /* sums: [threads, spans] */
+} Draw;
+
+/* The weights of up to SPAN logits, and their sum. */
+static double weigh(const float *logits, int64_t count, float top, float coldness, float *weights) {
+    vec sums = {};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        vec some = exponential((load(logits + i) - top) * coldness);
+        if (weights) store(weights + i, some);
+        sums += some;
+    }
+    double sum = total(sums);
+    if (i < count) {
+        float rest[LANES] = {0};
+        memcpy(rest, logits + i, (size_t)(count - i) * sizeof(float));
+        store(rest, exponential((load(rest) - top) * coldness));
+        for (int64_t at = 0; i + at < count; at++) {
+            sum += rest[at];
+            if (weights) weights[i + at] = rest[at];
+        }
+    }
+    return sum;
+}
+
+/* The first place at which the cumulated weight exceeds what is wanted; where rounding lets it never, the largest. */
+static int64_t first_above(const double *sums, const float *weights, int64_t count, double wanted, double *before) {
+    double cumulated = 0, largest = -1;
+    int64_t best = 0;
+    for (int64_t i = 0; i < count; i++) {
+        double weight = sums ? sums[i] : weights[i];
+        if (cumulated + weight > wanted) {
+            *before = cumulated;
+            return i;
+        }
+        cumulated += weight;
+        if (weight > largest) {
+            largest = weight;
+            best = i;
+        }
+    }
+    *before = 0;
+    return best;
+}
+
+static void draw_row(const Draw *draw, long row, double *sums) {
+    const float *logits = draw->logits + row * draw->vocab;
+    int64_t vocab = draw->vocab, spans = (vocab + SPAN - 1) / SPAN;
+    int greedy = draw->temperatures[row] <= 0;
+    float coldness = greedy ? 1.0f : (float)(1 / draw->temperatures[row]);
+    float tops[LANES], top = logits[0];
+    int64_t i = 0;
+    if (vocab >= LANES) {
+        vec most = load(logits);
+        for (; i + LANES <= vocab; i += LANES) {
+            vec some = load(logits + i);
+            ints more = some > most;
+            most = (vec)((more & (ints)some) | (~more & (ints)most));
+        }
+        store(tops, most);
+        for (int lane = 0; lane < LANES; lane++) top = tops[lane] > top ? tops[lane] : top;
+    }
+    for (; i < vocab; i++) top = logits[i] > top ? logits[i] : top;
+    double sum = 0, before;
+    for (int64_t span = 0; span < spans; span++) {
+        int64_t count = vocab - span * SPAN < SPAN ? vocab - span * SPAN : SPAN;
+        sum += sums[span] = weigh(logits + span * SPAN, count, top, coldness, NULL);
+    }
+    int64_t token = 0;
+    if (greedy) {
+        while (token < vocab - 1 && logits[token] != top) token++;
+    } else {
+        float weights[SPAN];
+        double wanted = draw->numbers[row] * sum;
+        int64_t span = first_above(sums, NULL, spans, wanted, &before);
+        int64_t count = vocab - span * SPAN < SPAN ? vocab - span * SPAN : SPAN;
+        weigh(logits + span * SPAN, count, top, coldness, weights);
+        token = span * SPAN + first_above(NULL, weights, count, wanted - before, &before);
+    }
+    draw->tokens[row] = token;
+    draw->logprobs[row] = ((double)logits[token] - top) * coldness - log(sum);
+}
+
+static void draw_rows(int number, void *about) {
+    const Draw *draw = about;
+    double *sums = draw->sums + number * ((draw->vocab + SPAN - 1) / SPAN);
+    for (long row; (row = take(draw->team, draw->rows)) >= 0;) draw_row(draw, row, sums);
+    meet(draw->team);
+}
+
+/* A token for each row and its log-probability: of all there are, by the number in [0, 1) that is given for the row.
+ * A temperature of 0 takes the likeliest. Returns -1 if there is no memory. */
+int draw(const float *logits, int64_t rows, int64_t vocab, const double *numbers, const double *temperatures,
+         int64_t *tokens, double *logprobs, Team *team) {
+    double *sums = malloc((size_t)(team->threads * ((vocab + SPAN - 1) / SPAN)) * sizeof(double));
+    if (!sums) return -1;
+    Draw about = {team, rows, vocab, logits, numbers, temperatures, tokens, logprobs, sums};
+    together(team, draw_rows, &about);
+    free(sums);
+    return 0;
 }
 
 typedef struct {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tinkex.engine.decoder import Decoder, Lora
     from tinkex.engine.lora import Factors, Linear
     from tinkex.engine.native.library import Library
+    from tinkex.types.tensors import Array
 
 
 class Native:
@@ -50,6 +52,17 @@ class Native:
         y_TN = x_TD.new_empty(x_TD.shape[0], linear.weight_ND.shape[0])
         self.library.product(self.linear(linear), x_TD.data_ptr(), x_TD.shape[0], y_TN.data_ptr(), self.team)
         return y_TN
+
+    def draw(self, logits_BV: torch.Tensor, uniforms_B: Array, temperatures_B: Array) -> tuple[Array, Array]:
+        """A token for each row, the likeliest where the temperature is 0, and its log-probability."""
+        rows, vocab = logits_BV.shape
+        logits_BV = logits_BV.contiguous()
+        tokens_B, logprobs_B = np.empty(rows, np.int64), np.empty(rows, np.float64)
+        arrays = [np.ascontiguousarray(x, dtype=np.float64) for x in (uniforms_B, temperatures_B)]
+        given = [array.ctypes.data for array in (*arrays, tokens_B, logprobs_B)]
+        if self.library.draw(logits_BV.data_ptr(), rows, vocab, *given, self.team):
+            raise MemoryError("no memory to choose tokens")
+        return tokens_B, logprobs_B
 
 
 class PackedLora:
