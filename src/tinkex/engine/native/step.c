@@ -21,7 +21,7 @@
 #define PARTS 3
 #if defined(__AVX512F__)
 #define LANES 16
-#define ROWS 8 /* of a tile: with two panels they fill half of the 32 registers */
+#define ROWS 12 /* of a tile at most: with two panels they fill 24 of the 32 registers */
 #elif defined(__AVX__)
 #define LANES 8
 #define ROWS 3
@@ -252,6 +252,12 @@ static Place find(const Linear *linear, int64_t panel) {
     }
 }
 
+/* How many rows are multiplied at a time: as few tiles as do, all nearly alike. */
+static int64_t tile_of(int64_t rows) {
+    int64_t tiles = (rows + ROWS - 1) / ROWS;
+    return (rows + tiles - 1) / tiles;
+}
+
 static int64_t panels_in(const Linear *linear) {
     int64_t count = 0;
     for (int64_t part = 0; part < linear->parts; part++) count += panels_of(linear->sizes[part]);
@@ -263,7 +269,7 @@ static inline __attribute__((always_inline)) void tile(
     const int rows, const int panels, const float *x, int64_t stride, const float *const *weight, int64_t inputs,
     vec sums[ROWS][2][VECTORS]) {
     vec kept[ROWS][2][VECTORS];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 2
         for (int panel = 0; panel < panels; panel++)
@@ -275,7 +281,7 @@ static inline __attribute__((always_inline)) void tile(
         for (int panel = 0; panel < panels; panel++)
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) w[panel][v] = load(weight[panel] + k * PANEL + v * LANES);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
             float value = x[row * stride + k];
 #pragma GCC unroll 2
@@ -284,7 +290,7 @@ static inline __attribute__((always_inline)) void tile(
                 for (int v = 0; v < VECTORS; v++) kept[row][panel][v] += value * w[panel][v];
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 2
         for (int panel = 0; panel < panels; panel++)
@@ -304,7 +310,7 @@ static void multiply(
     switch (rows) {
         CASE(1) CASE(2) CASE(3)
 #if ROWS > 3
-        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
     }
 }
@@ -385,8 +391,9 @@ static void lower(const Run *run, const Linear *linear, int64_t which, const flo
         const Span *span = &step->span[s];
         const float *weight = span->factors[which].a + rest * linear->inputs * PANEL;
         int64_t left = ranks - rest * PANEL;
-        for (int64_t row = span->start; row < span->stop; row += ROWS) {
-            int64_t rows = span->stop - row < ROWS ? span->stop - row : ROWS;
+        int64_t each = tile_of(span->stop - span->start);
+        for (int64_t row = span->start; row < span->stop; row += each) {
+            int64_t rows = span->stop - row < each ? span->stop - row : each;
             vec sums[ROWS][2][VECTORS];
             memset(sums, 0, sizeof(sums));
             multiply(rows, 1, x + row * linear->inputs, linear->inputs, &weight, linear->inputs, sums);
@@ -400,14 +407,14 @@ static void lower(const Run *run, const Linear *linear, int64_t which, const flo
 /* A linear layer: y [B, outputs] of x [B, inputs]. */
 static void project(const Run *run, const Linear *linear, int64_t which, const float *x, float *y, int64_t stride) {
     lower(run, linear, which, x);
-    int64_t count = panels_in(linear), rows = run->step->rows;
-    int each = LANES == 16 && rows > 1 ? 2 : 1;
-    for (long unit; (unit = take(run->team, (count + each - 1) / each)) >= 0;) {
+    int64_t count = panels_in(linear), rows = run->step->rows, each = tile_of(rows);
+    int most = LANES == 16 && rows > 1 ? 2 : 1;
+    for (long unit; (unit = take(run->team, (count + most - 1) / most)) >= 0;) {
         Place places[2];
-        int panels = count - unit * each < each ? 1 : each;
-        for (int p = 0; p < panels; p++) places[p] = find(linear, unit * each + p);
-        for (int64_t row = 0; row < rows; row += ROWS) {
-            int64_t some = rows - row < ROWS ? rows - row : ROWS;
+        int panels = count - unit * most < most ? 1 : most;
+        for (int p = 0; p < panels; p++) places[p] = find(linear, unit * most + p);
+        for (int64_t row = 0; row < rows; row += each) {
+            int64_t some = rows - row < each ? rows - row : each;
             vec sums[ROWS][2][VECTORS];
             outputs_of(linear, places, panels, x, row, some, run->step, which, run->low, run->low_stride, sums);
             for (int64_t r = 0; r < some; r++)
@@ -427,11 +434,11 @@ static inline vec activated(vec x, int64_t gelu) {
 /* activation(gate) * up: a panel of each at a time. */
 static void project_gated(const Run *run, const Linear *linear, int64_t which, const float *x, float *y) {
     lower(run, linear, which, x);
-    int64_t count = panels_of(linear->sizes[0]), rows = run->step->rows, gelu = run->model->gelu;
+    int64_t count = panels_of(linear->sizes[0]), rows = run->step->rows, each = tile_of(rows), gelu = run->model->gelu;
     for (long unit; (unit = take(run->team, count)) >= 0;) {
         Place places[2] = {find(linear, unit), find(linear, count + unit)};
-        for (int64_t row = 0; row < rows; row += ROWS) {
-            int64_t some = rows - row < ROWS ? rows - row : ROWS;
+        for (int64_t row = 0; row < rows; row += each) {
+            int64_t some = rows - row < each ? rows - row : each;
             vec sums[ROWS][2][VECTORS];
             if (LANES == 16) {
                 outputs_of(linear, places, 2, x, row, some, run->step, which, run->low, run->low_stride, sums);

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from tinkex.types.tensors import Array
 
 
+LINE = 64
+"""Bytes of a cache line; numbers are read by as many."""
+
+
 class Native:
     """A model's linear layers, packed when they are first used, and the threads that multiply with them."""
 
@@ -32,19 +36,25 @@ class Native:
         if not self.team:
             raise MemoryError("no memory for a team of threads")
         weakref.finalize(self, library.team_free, self.team)
-        self._linears: dict[str, tuple[c.Linear, Sequence[torch.Tensor]]] = {}
+        self._room = _room(sum(map(packed_size, model.linears())))
+        self._linears: dict[str, c.Linear] = {}
 
     def linear(self, linear: Linear) -> c.Linear:
-        """A linear layer as C knows it."""
+        """A linear layer of the model as C knows it."""
         known = self._linears.get(linear.name)
         if known is None:
-            parts = torch.split(linear.weight_ND, linear.sizes)
-            weight = torch.cat([packed(part).view(-1) for part in parts])
+            size = packed_size(linear)
+            whole, self._room = self._room[:size], self._room[size:]
+            at = 0
+            for part in torch.split(linear.weight_ND, linear.sizes):
+                panels = packed(part)
+                whole[at : at + panels.numel()].view(panels.shape).copy_(panels)
+                at += panels.numel()
             sizes = (c.Int * c.PARTS)(*linear.sizes)
             inputs, bias = linear.weight_ND.shape[1], linear.bias_N
-            known = c.Linear(weight.data_ptr(), address(bias), inputs, len(parts), sizes), [weight]
+            known = c.Linear(whole.data_ptr(), address(bias), inputs, len(linear.sizes), sizes)
             self._linears[linear.name] = known
-        return known[0]
+        return known
 
     def product(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
         """A linear layer of the base model."""
@@ -80,6 +90,17 @@ class PackedLora:
         self._kept += [a, *b]
         addresses = (c.Pointer * c.PARTS)(*(part.data_ptr() for part in b))
         return c.Factors(a.data_ptr(), addresses, factors.b_NR[0].shape[1])
+
+
+def _room(floats: int) -> torch.Tensor:
+    """Memory in one piece, which gets large pages where the system has them, from the start of a cache line on."""
+    memory = np.empty(floats + LINE // 4, np.float32)
+    return torch.from_numpy(memory)[-memory.ctypes.data % LINE // 4 :][:floats]
+
+
+def packed_size(linear: Linear) -> int:
+    """How many numbers a linear layer is when it is packed."""
+    return sum(-(-size // c.PANEL) * c.PANEL for size in linear.sizes) * linear.weight_ND.shape[1]
 
 
 def packed(weight_ND: torch.Tensor) -> torch.Tensor:
