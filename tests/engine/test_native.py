@@ -6,8 +6,11 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 import stat
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +124,63 @@ def test_it_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_ones_own_compiler_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "mine --quick")
     assert next(iter(library.compilers())) == ["mine", "--quick"]
+
+
+@pytest.mark.parametrize("nonsense", ["'", "no-such-compiler-\udcff", "''", "false --quick"])
+def test_a_compiler_that_makes_no_sense_is_passed_over(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, nonsense: str
+) -> None:
+    monkeypatch.setenv("CC", nonsense)
+    first, *others = library.compilers()
+    assert others
+    monkeypatch.setattr(library, "compilers", lambda: iter([first]))
+    assert library.load() is None  # and nothing is raised
+
+
+def test_a_compiler_that_hangs_is_given_up(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = compiler_of(tmp_path / "cc", "exec sleep 60")
+    monkeypatch.setattr(library, "compilers", lambda: iter([command]))
+    monkeypatch.setattr(library, "COMPILE_SECONDS", 0.2)
+    with caplog.at_level(logging.INFO, "tinkex.engine"):
+        assert library.load() is None
+    assert "timed out" in caplog.text
+    assert not list(cache.iterdir())
+
+
+def test_a_compiler_does_not_read_what_the_user_types(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"typed")
+    kept = os.dup(0)
+    try:
+        os.dup2(reader, 0)
+        command = compiler_of(tmp_path / "cc", f"head -c 5 > {tmp_path}/read; exit 1")
+        with pytest.raises(subprocess.CalledProcessError):
+            library.compiled(command, tmp_path)
+    finally:
+        os.dup2(kept, 0)
+        for descriptor in (kept, reader, writer):
+            os.close(descriptor)
+    assert (tmp_path / "read").read_bytes() == b""
+
+
+def test_where_nothing_can_be_written_pytorch_does_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.parent.write_text("")
+    monkeypatch.setattr(tempfile, "tempdir", str(cache.parent / "nowhere"))
+    with caplog.at_level(logging.INFO, "tinkex.engine"):
+        assert library.load() is None
+    assert "sampling on the CPU goes by PyTorch alone, and is slower: " in caplog.text
+
+
+def test_without_a_home_nothing_is_left_where_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: Path("~/.cache") / name)  # as it says then
+    monkeypatch.chdir(tmp_path)
+    with library._cache() as directory:
+        assert directory.is_absolute()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("what", ["others may write", "it is a file"])
