@@ -340,6 +340,50 @@ def test_threads_end_when_nobody_needs_them(engine: TorchEngine) -> None:
     assert threads() == before
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_forked_child_has_threads_of_its_own(engine: TorchEngine) -> None:
+    native = native_of(engine, 3)
+    linear = Linear("x", "mlp", random(40, 20), None, ["m"], [40])
+    x = random(5, 20)
+    expected = native.product(x, linear).numpy().tobytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *_, **__: None)  # of threads, which are the point
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # waiting for the parent's threads would last for ever
+            signal.alarm(20)
+            right = native.product(x, linear).numpy().tobytes() == expected
+            del native
+            gc.collect()
+            os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert native.product(x, linear).numpy().tobytes() == expected
+
+
+@pytest.mark.slow
+def test_a_program_ends_while_a_thread_computes() -> None:
+    program = """
+import threading, time, torch
+from tinkex.engine.lora import Linear
+from tinkex.engine.native import library
+from tinkex.engine.native.weights import Native
+
+native = Native(library.load(), None, 4)
+linear = Linear("x", "mlp", torch.ones(64, 64), None, ["m"], [64])
+x = torch.ones(4, 64)
+native.product(x, linear)
+
+def compute():
+    while True:
+        native.product(x, linear)
+
+threading.Thread(target=compute, daemon=True).start()
+time.sleep(0.3)
+"""
+    for _ in range(3):  # it used to hang more often than not
+        assert subprocess.run([sys.executable, "-c", program], timeout=40).returncode == 0
+
+
 def test_a_containers_share_of_the_cores_is_respected(tmp_path: Path) -> None:
     limit = tmp_path / "cpu.max"
     allowed = usable_cores(limit)
