@@ -384,10 +384,45 @@ time.sleep(0.3)
         assert subprocess.run([sys.executable, "-c", program], timeout=40).returncode == 0
 
 
-def test_a_containers_share_of_the_cores_is_respected(tmp_path: Path) -> None:
-    limit = tmp_path / "cpu.max"
-    allowed = usable_cores(limit)
-    assert allowed >= 1
-    for text, expected in (("max 100000", allowed), ("50000 100000", 1), ("100000 100000", 1), ("gibberish", allowed)):
-        limit.write_text(text)
-        assert usable_cores(limit) == expected
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups")
+@pytest.mark.parametrize(
+    ("groups", "limits"),
+    [
+        ("0::/\n", {"cpu.max": "LIMIT"}),
+        ("0::/a.slice/b.scope\n", {"cpu.max": "max 100000", "a.slice/b.scope/cpu.max": "LIMIT"}),
+        ("0::/a.slice/b.scope\n", {"a.slice/cpu.max": "LIMIT", "a.slice/b.scope/cpu.max": "max 100000"}),
+        ("0::/seen/from/outside\n", {"cpu.max": "LIMIT"}),
+        (
+            "4:memory:/m\n3:cpu,cpuacct:/c\n0::/\n",
+            {"cpu/c/cpu.cfs_quota_us": "QUOTA", "cpu/c/cpu.cfs_period_us": "PERIOD"},
+        ),
+        ("3:cpu:/seen/from/outside\n", {"cpu/cpu.cfs_quota_us": "QUOTA", "cpu/cpu.cfs_period_us": "PERIOD"}),
+    ],
+    ids=[
+        "container",
+        "service",
+        "service in a slice",
+        "container by its outer name",
+        "first version",
+        "its containers",
+    ],
+)
+def test_a_containers_share_of_the_cores_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, limits: dict[str, str]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for quota, expected in (("max", 8), ("50000", 1), ("100000", 1), ("250000", 3), ("gibberish", 8), ("-1", 8)):
+        for name, text in limits.items():
+            path = tmp_path / "sys/fs/cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            limit = text.replace("LIMIT", "QUOTA PERIOD").replace("QUOTA", quota).replace("PERIOD", "100000")
+            path.write_text(limit + "\n")
+        assert usable_cores(tmp_path) == expected
+
+
+def test_without_control_groups_all_cores_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 5}, raising=False)
+    assert usable_cores(tmp_path) == 3
+    assert usable_cores() >= 1
