@@ -58,9 +58,9 @@ def _shares(root: Path) -> Iterator[int]:
         return
     for controllers, inside in groups:
         if not controllers:
-            top, names = root / "sys/fs/cgroup", ("cpu.max",)
+            top, names = root / "sys/fs/cgroup", ["cpu.max"]
         elif "cpu" in controllers.split(","):  # the first version of control groups
-            top, names = root / "sys/fs/cgroup/cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            top, names = root / "sys/fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         else:
             continue
         own = top / inside.lstrip("/")
