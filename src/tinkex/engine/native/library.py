@@ -182,9 +182,10 @@ def compiled(compiler: Sequence[str], directory: Path) -> Path:
     command = [*compiler, *FLAGS, tuning]
     made_of = [SOURCE.read_bytes(), *map(os.fsencode, command), _machine(), _identity(compiler[0])]
     digest = hashlib.blake2b(b"\0".join(made_of), digest_size=12).hexdigest()
-    path = directory / f"step-{digest}.so"
-    if path.exists():
-        return path
+    for path in directory.glob(f"step-{digest}-*.so"):
+        if path.name == _name(digest, path):
+            return path
+        path.unlink(missing_ok=True)
     logger.info("compiling what samples on this CPU, once, with %s", " ".join(compiler))
     handle, unfinished = tempfile.mkstemp(dir=directory, suffix=".so")
     os.close(handle)
@@ -196,10 +197,16 @@ def compiled(compiler: Sequence[str], directory: Path) -> Path:
             capture_output=True,
             timeout=COMPILE_SECONDS,
         )
+        path = directory / _name(digest, Path(unfinished))
         os.replace(unfinished, path)
     finally:
         Path(unfinished).unlink(missing_ok=True)
     return path
+
+
+def _name(made_of: str, path: Path) -> str:
+    """Tells what is in a file: to load one that a crash or a full disk has cut off would end this process."""
+    return f"step-{made_of}-{hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()}.so"
 
 
 @contextmanager
