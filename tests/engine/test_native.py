@@ -368,12 +368,12 @@ from tinkex.engine.native.weights import Native
 
 native = Native(library.load(), None, 4)
 linear = Linear("x", "mlp", torch.ones(64, 64), None, ["m"], [64])
-x = torch.ones(4, 64)
-native.product(x, linear)
+x, y = torch.ones(4, 64), torch.empty(4, 64)
+given = native.linear(linear), x.data_ptr(), 4, y.data_ptr(), native.team
 
-def compute():
+def compute():  # without PyTorch, which does not bear it
     while True:
-        native.product(x, linear)
+        native.library.product(*given)
 
 threading.Thread(target=compute, daemon=True).start()
 time.sleep(0.3)
