@@ -6,8 +6,11 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 import stat
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +129,63 @@ def test_ones_own_compiler_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(iter(library.compilers())) == ["mine", "--quick"]
 
 
+@pytest.mark.parametrize("nonsense", ["'", "no-such-compiler-\udcff", "''", "false --quick"])
+def test_a_compiler_that_makes_no_sense_is_passed_over(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, nonsense: str
+) -> None:
+    monkeypatch.setenv("CC", nonsense)
+    first, *others = library.compilers()
+    assert others
+    monkeypatch.setattr(library, "compilers", lambda: iter([first]))
+    assert library.load() is None  # and nothing is raised
+
+
+def test_a_compiler_that_hangs_is_given_up(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = compiler_of(tmp_path / "cc", "exec sleep 60")
+    monkeypatch.setattr(library, "compilers", lambda: iter([command]))
+    monkeypatch.setattr(library, "COMPILE_SECONDS", 0.2)
+    with caplog.at_level(logging.INFO, "tinkex.engine"):
+        assert library.load() is None
+    assert "timed out" in caplog.text
+    assert not list(cache.iterdir())
+
+
+def test_a_compiler_does_not_read_what_the_user_types(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"typed")
+    kept = os.dup(0)
+    try:
+        os.dup2(reader, 0)
+        command = compiler_of(tmp_path / "cc", f"head -c 5 > {tmp_path}/read; exit 1")
+        with pytest.raises(subprocess.CalledProcessError):
+            library.compiled(command, tmp_path)
+    finally:
+        os.dup2(kept, 0)
+        for descriptor in (kept, reader, writer):
+            os.close(descriptor)
+    assert (tmp_path / "read").read_bytes() == b""
+
+
+def test_where_nothing_can_be_written_pytorch_does_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.parent.write_text("")
+    monkeypatch.setattr(tempfile, "tempdir", str(cache.parent / "nowhere"))
+    with caplog.at_level(logging.INFO, "tinkex.engine"):
+        assert library.load() is None
+    assert "sampling on the CPU goes by PyTorch alone, and is slower: " in caplog.text
+
+
+def test_without_a_home_nothing_is_left_where_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: Path("~/.cache") / name)  # as it says then
+    monkeypatch.chdir(tmp_path)
+    with library._cache() as directory:
+        assert directory.is_absolute()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("what", ["others may write", "it is a file"])
 def test_a_cache_that_is_not_ones_own_is_not_used(cache: Path, what: str) -> None:
     if what == "others may write":
@@ -140,12 +200,10 @@ def test_a_cache_that_is_not_ones_own_is_not_used(cache: Path, what: str) -> Non
 def test_what_was_spoilt_in_the_cache_is_made_anew(cache: Path) -> None:
     cache.mkdir(parents=True, mode=0o700)
     kept = library.compiled(next(iter(library.compilers())), cache)
-    size = kept.stat().st_size
-    kept.write_bytes(b"half of it")
-    library.load()
-    library.load.cache_clear()
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: len(whole) // 2])  # to load this would end the process
     assert library.load() is not None
-    assert kept.stat().st_size == size
+    assert kept.read_bytes() == whole
 
 
 def test_a_library_that_computes_nonsense_is_not_used(
@@ -325,10 +383,89 @@ def test_threads_end_when_nobody_needs_them(engine: TorchEngine) -> None:
     assert threads() == before
 
 
-def test_a_containers_share_of_the_cores_is_respected(tmp_path: Path) -> None:
-    limit = tmp_path / "cpu.max"
-    allowed = usable_cores(limit)
-    assert allowed >= 1
-    for text, expected in (("max 100000", allowed), ("50000 100000", 1), ("100000 100000", 1), ("gibberish", allowed)):
-        limit.write_text(text)
-        assert usable_cores(limit) == expected
+@pytest.mark.slow  # a fork of a process with threads is never quite safe
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_forked_child_has_threads_of_its_own(engine: TorchEngine) -> None:
+    linear = Linear("x", "mlp", random(40, 20), None, ["m"], [40])
+    native, x = native_of(engine, 3, linear), random(5, 20)
+    expected = native.product(x, linear).numpy().tobytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *_, **__: None)  # of threads, which are the point
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # waiting for the parent's threads would last for ever
+            signal.alarm(20)
+            right = native.product(x, linear).numpy().tobytes() == expected
+            del native
+            gc.collect()
+            os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert native.product(x, linear).numpy().tobytes() == expected
+
+
+@pytest.mark.slow
+def test_a_program_ends_while_a_thread_computes() -> None:
+    program = """
+import threading, time, torch, types
+from tinkex.engine.lora import Linear
+from tinkex.engine.native import library
+from tinkex.engine.native.weights import Native
+
+linear = Linear("x", "mlp", torch.ones(64, 64), None, ["m"], [64])
+native = Native(library.load(), types.SimpleNamespace(linears=lambda: [linear]), 4)
+x, y = torch.ones(4, 64), torch.empty(4, 64)
+given = native.linear(linear), x.data_ptr(), 4, y.data_ptr(), native.team
+
+def compute():  # without PyTorch, which does not bear it
+    while True:
+        native.library.product(*given)
+
+threading.Thread(target=compute, daemon=True).start()
+time.sleep(0.3)
+"""
+    for _ in range(3):  # it used to hang more often than not
+        assert subprocess.run([sys.executable, "-c", program], timeout=40).returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups")
+@pytest.mark.parametrize(
+    ("groups", "limits"),
+    [
+        ("0::/\n", {"cpu.max": "LIMIT"}),
+        ("0::/a.slice/b.scope\n", {"cpu.max": "max 100000", "a.slice/b.scope/cpu.max": "LIMIT"}),
+        ("0::/a.slice/b.scope\n", {"a.slice/cpu.max": "LIMIT", "a.slice/b.scope/cpu.max": "max 100000"}),
+        ("0::/seen/from/outside\n", {"cpu.max": "LIMIT"}),
+        (
+            "4:memory:/m\n3:cpu,cpuacct:/c\n0::/\n",
+            {"cpu/c/cpu.cfs_quota_us": "QUOTA", "cpu/c/cpu.cfs_period_us": "PERIOD"},
+        ),
+        ("3:cpu:/seen/from/outside\n", {"cpu/cpu.cfs_quota_us": "QUOTA", "cpu/cpu.cfs_period_us": "PERIOD"}),
+    ],
+    ids=[
+        "container",
+        "service",
+        "service in a slice",
+        "container by its outer name",
+        "first version",
+        "its containers",
+    ],
+)
+def test_a_containers_share_of_the_cores_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, limits: dict[str, str]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for quota, expected in (("max", 8), ("50000", 1), ("100000", 1), ("250000", 3), ("gibberish", 8), ("-1", 8)):
+        for name, text in limits.items():
+            path = tmp_path / "sys/fs/cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            limit = text.replace("LIMIT", "QUOTA PERIOD").replace("QUOTA", quota).replace("PERIOD", "100000")
+            path.write_text(limit + "\n")
+        assert usable_cores(tmp_path) == expected
+
+
+def test_without_control_groups_all_cores_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 5}, raising=False)
+    assert usable_cores(tmp_path) == 3
+    assert usable_cores() >= 1

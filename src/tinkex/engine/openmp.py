@@ -13,7 +13,10 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _settled = threading.Lock()
 _idle = threading.Event()
@@ -41,14 +44,35 @@ def _hold_team(ready: threading.Event) -> None:
     _idle.wait()
 
 
-def usable_cores(limits: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+def usable_cores(root: Path = Path("/")) -> int:
     """How many cores this process gets: those it may run on, and no more than a container's share of time."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([allowed, *_shares(root)]))
+
+
+def _shares(root: Path) -> Iterator[int]:
+    """How many cores each control group that this process is in may use, where it has a limit (on Linux)."""
     try:
-        quota, period = limits.read_text().split()
-        return max(1, min(allowed, -(-int(quota) // int(period))))
-    except (OSError, ValueError):  # no such limit: another system, or "max"
-        return allowed
+        groups = [line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for controllers, inside in groups:
+        if not controllers:
+            top, names = root / "sys/fs/cgroup", ["cpu.max"]
+        elif "cpu" in controllers.split(","):  # the first version of control groups
+            top, names = root / "sys/fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        own = top / inside.lstrip("/")
+        for group in (own, *own.parents):  # a container may see its own group as the top one, under another name
+            try:
+                quota, period = " ".join((group / name).read_text() for name in names).split()
+                if int(quota) > 0:
+                    yield -(-int(quota) // int(period))
+            except (OSError, ValueError):  # "max", or none
+                pass
+            if group == top:
+                break
 
 
 class Threads:

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ PANEL = 16
 """Outputs that lie side by side; as in step.c."""
 PARTS = 3
 SWITCH = "TINKEX_NATIVE"
-COMPILE_SECONDS = 120
+COMPILE_SECONDS = 60
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 
 Pointer, Int, Real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -139,12 +139,15 @@ def load() -> Library | None:
     if sys.platform == "win32":
         return None  # threads and compilers are others there
     reason = "there is no C compiler (cc, gcc, clang, or the package ziglang)"
-    with _cache() as directory:
-        for compiler in compilers():
-            try:
-                return _checked(compiled(compiler, directory))
-            except (OSError, subprocess.SubprocessError, AttributeError) as error:
-                reason = _message(error)
+    try:
+        with _cache() as directory:
+            for compiler in compilers():
+                try:
+                    return _checked(compiled(compiler, directory))
+                except (OSError, subprocess.SubprocessError, AttributeError) as error:
+                    reason = _message(error)
+    except OSError as error:  # nothing can be written, not even for the moment
+        reason = str(error)
     logger.info("sampling on the CPU goes by PyTorch alone, and is slower: %s", reason)
     return None
 
@@ -163,9 +166,15 @@ def _checked(path: Path) -> Library:
 def compilers() -> Iterator[Sequence[str]]:
     """The commands of the C compilers there are, the best first."""
     if (chosen := environment.text("CC")) is not None:
-        yield shlex.split(chosen)
+        try:
+            yield shlex.split(chosen)
+        except ValueError:  # a quote that is not closed: no command, but a name nothing has
+            yield [chosen]
+    seen = set()  # several names are often one program
     for name in ("cc", "gcc", "clang"):
-        if (path := shutil.which(name)) is not None:
+        path = shutil.which(name)
+        if path is not None and (real := os.path.realpath(path)) not in seen:
+            seen.add(real)
             yield [path]
     if importlib.util.find_spec("ziglang") is not None:
         yield [sys.executable, "-m", "ziglang", "cc"]
@@ -175,22 +184,33 @@ def compiled(compiler: Sequence[str], directory: Path) -> Path:
     """The library as this compiler makes it for this machine, unless it is in the directory already."""
     tuning = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     command = [*compiler, *FLAGS, tuning]
-    made_of = [SOURCE.read_bytes(), *(part.encode() for part in command), _machine(), _identity(compiler[0])]
+    made_of = [SOURCE.read_bytes(), *map(os.fsencode, command), _machine(), _identity(compiler[0])]
     digest = hashlib.blake2b(b"\0".join(made_of), digest_size=12).hexdigest()
-    path = directory / f"step-{digest}.so"
-    if path.exists():
-        return path
+    for path in directory.glob(f"step-{digest}-*.so"):
+        if path.name == _name(digest, path):
+            return path
+        path.unlink(missing_ok=True)
     logger.info("compiling what samples on this CPU, once, with %s", " ".join(compiler))
     handle, unfinished = tempfile.mkstemp(dir=directory, suffix=".so")
     os.close(handle)
     try:
         subprocess.run(
-            [*command, "-o", unfinished, str(SOURCE), "-lm"], check=True, capture_output=True, timeout=COMPILE_SECONDS
+            [*command, "-o", unfinished, str(SOURCE), "-lm"],
+            check=True,
+            stdin=subprocess.DEVNULL,  # what the user types is not for it
+            capture_output=True,
+            timeout=COMPILE_SECONDS,
         )
+        path = directory / _name(digest, Path(unfinished))
         os.replace(unfinished, path)
     finally:
         Path(unfinished).unlink(missing_ok=True)
     return path
+
+
+def _name(made_of: str, path: Path) -> str:
+    """Tells what is in a file: to load one that a crash or a full disk has cut off would end this process."""
+    return f"step-{made_of}-{hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()}.so"
 
 
 @contextmanager
@@ -199,16 +219,16 @@ def _cache() -> Iterator[Path]:
     from platformdirs import user_cache_path
 
     path = user_cache_path("tinkex") / "native"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = path.stat()
-        private = about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(path, os.W_OK)
-    except OSError:
-        private = False
+    private = False
+    if path.is_absolute():  # without a home it begins with "~", and would be made wherever the program runs
+        with suppress(OSError):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            about = path.stat()
+            private = about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(path, os.W_OK)
     if private:
         yield path
     else:
-        with tempfile.TemporaryDirectory(prefix="tinkex-native-") as temporary:
+        with tempfile.TemporaryDirectory(prefix="tinkex-native-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)
 
 
