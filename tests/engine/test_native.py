@@ -362,7 +362,7 @@ def test_adapters_stay_packed_while_they_are_used_and_for_a_while(
     assert ask(0, 1, 2) == 0
     way = runner_of(engine)._decoding
     assert isinstance(way, NativeDecoding)
-    each = next(iter(way._packed.values())).bytes
+    each = next(iter(way._steps._packed.values())).bytes
     monkeypatch.setattr(decoding, "KEPT_ADAPTERS", 2 * each)
     assert ask(3) == 1  # 1 and 2 are kept besides it
     assert ask(1, 2) == 0

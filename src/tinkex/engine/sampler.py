@@ -31,7 +31,7 @@ from tinkex.engine.choices import GREEDY_BELOW, choose, uniforms
 from tinkex.engine.copies import mark, to_host
 from tinkex.engine.decoding import Decoding, Piece, Prefill, Row, SlabDecoding, StaticDecoding, put
 from tinkex.engine.jobs import Job, Sample
-from tinkex.engine.native.decoding import NativeDecoding, covers
+from tinkex.engine.native.decoding import NativeDecoding, NativePrefill, NativeSteps, covers
 from tinkex.engine.native.weights import find as find_native
 from tinkex.engine.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.turns import Shares
@@ -120,8 +120,7 @@ class Runner:
         self._blocks = self._pool.blocks
         self._native = find_native(model, limits.packed_bytes) if limits.way in (None, "native") else None
         self._products = Products(model, limits.packed_bytes, self._native)
-        self._prefill = Prefill(model, self._pool, self._products)
-        self._decoding = self._choose_decoding()
+        self._prefill, self._decoding = self._choose_way()
         self._queues: dict[str, deque[tuple[str, Job]]] = {}
         """By owner, the jobs that wait."""
         self._returned: deque[tuple[str, Job, str]] = deque()
@@ -132,13 +131,15 @@ class Runner:
         self._done: list[SampleDone] = []
         """What ended in this step."""
 
-    def _choose_decoding(self) -> Decoding:
-        model, way = self._model, self._limits.way
-        if way == "static" or (way is None and model.embed_VD.device.type != "cpu"):
-            return StaticDecoding(model, self._pool, self._limits.max_rows)
+    def _choose_way(self) -> tuple[Prefill | NativePrefill, Decoding]:
+        model, pool, way = self._model, self._pool, self._limits.way
         if self._native is not None and covers(model):
-            return NativeDecoding(self._native, self._pool)
-        return SlabDecoding(model, self._pool, self._products)
+            steps = NativeSteps(self._native, pool)
+            return NativePrefill(steps), NativeDecoding(steps, pool)
+        prefill = Prefill(model, pool, self._products)
+        if way == "static" or (way is None and model.embed_VD.device.type != "cpu"):
+            return prefill, StaticDecoding(model, pool, self._limits.max_rows)
+        return prefill, SlabDecoding(model, pool, self._products)
 
     def busy(self) -> bool:
         """Whether any job is unfinished."""

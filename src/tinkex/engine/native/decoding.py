@@ -1,11 +1,14 @@
-"""Decoding by `step.c`, from blocks where they lie: see `tinkex.engine.decoding`, whose way for a CPU it takes over.
+"""Prompts and decoding by `step.c`, from blocks where they lie: what `tinkex.engine.decoding` does by PyTorch.
 
-Axes: B rows, V vocabulary.
+A position of a prompt is a row like any other, so that where a prompt is cut changes no bit.
+
+Axes: T tokens of a pass, B rows, N blocks of a row, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 import ctypes
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
 
     from tinkex.engine.cache import Pool
     from tinkex.engine.decoder import Decoder, Lora
-    from tinkex.engine.decoding import Row
+    from tinkex.engine.decoding import Piece, Row
+    from tinkex.types.tensors import Array
 
 KEPT_ADAPTERS = 256 << 20
 """Adapters that no row has just now are kept packed, the last ones up to so many bytes."""
@@ -32,18 +36,94 @@ def covers(model: Decoder) -> bool:
     return all(isinstance(layer.mlp, Mlp) for layer in model.layers)
 
 
-class NativeDecoding:
-    """One more token of every row, by one call."""
-
-    ahead = False
+class NativeSteps:
+    """A model and its cache, as C knows them, and the adapters of rows that ran last."""
 
     def __init__(self, native: Native, pool: Pool) -> None:
-        self._native, self._pool = native, pool
+        self._native, self.config = native, native.model.config
         self._linears = native.model.linears()
         self._model, self._kept = _describe(native, pool)
         self._packed: dict[int, PackedLora] = {}
         """By the number of their weights, those used last at the end."""
-        self._logits_BV = torch.empty(0, native.model.config.vocab)
+
+    def run(
+        self,
+        tokens_B: Array,
+        positions_B: Array,
+        tables_BN: Array,
+        adapters: Sequence[tuple[int, Lora, int]],
+        *,
+        hidden_BD: torch.Tensor | None = None,
+        logits_BV: torch.Tensor | None = None,
+    ) -> None:
+        """Run rows of these tokens at these positions, whose blocks are given, and fill what is given.
+
+        `adapters` has the number and the factors of weights, and how many rows in turn have them.
+        """
+        spans = self._spans(adapters)
+        step = c.Step(
+            rows=len(tokens_B),
+            spans=len(spans),
+            width=tables_BN.shape[1],
+            tokens=tokens_B.ctypes.data,
+            positions=positions_B.ctypes.data,
+            tables=tables_BN.ctypes.data,
+            span=spans,
+            hidden=address(hidden_BD),
+            logits=address(logits_BV),
+        )
+        if self._native.library.decode(self._model, step, self._native.team):
+            raise MemoryError("no memory for a step")
+
+    def _spans(self, adapters: Sequence[tuple[int, Lora, int]]) -> ctypes.Array[c.Span]:
+        spans, start = [], 0
+        for number, lora, count in adapters:
+            if lora.factors:
+                spans.append(c.Span(start, start + count, self._adapter(number, lora).factors))
+            start += count
+        self._forget({number for number, *_ in adapters})
+        return (c.Span * len(spans))(*spans)
+
+    def _adapter(self, number: int, lora: Lora) -> PackedLora:
+        packed = self._packed.pop(number, None) or PackedLora(lora, self._linears)
+        self._packed[number] = packed
+        return packed
+
+    def _forget(self, used: set[int]) -> None:
+        idle = [number for number in self._packed if number not in used]
+        left = sum(self._packed[number].bytes for number in idle)
+        for number in idle:
+            if left <= KEPT_ADAPTERS:
+                return
+            left -= self._packed.pop(number).bytes
+
+
+class NativePrefill:
+    """Runs pieces of prompts and leaves their keys and values in the pool."""
+
+    def __init__(self, steps: NativeSteps) -> None:
+        self._steps = steps
+
+    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """The hidden states of all positions of the pieces, in order, which has equal weights side by side."""
+        counts = [piece.stop - piece.start for piece in pieces]
+        tokens = np.concatenate([piece.tokens[piece.start : piece.stop] for piece in pieces]).astype(np.int64)
+        positions = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+        tables = np.repeat(_tables([piece.blocks for piece in pieces]), counts, axis=0)
+        hidden_TD = torch.empty(len(tokens), self._steps.config.hidden)
+        adapters = [(piece.weights, piece.lora, count) for piece, count in zip(pieces, counts, strict=True)]
+        self._steps.run(tokens, positions, tables, adapters, hidden_BD=hidden_TD)
+        return hidden_TD
+
+
+class NativeDecoding:
+    """One more token of every row."""
+
+    ahead = False
+
+    def __init__(self, steps: NativeSteps, pool: Pool) -> None:
+        self._steps, self._pool = steps, pool
+        self._logits_BV = torch.empty(0, steps.config.vocab)
 
     def join(self, row: Row, prompt: Sequence[int]) -> None:
         """Give the row its own copy of the block in which the prompt ends."""
@@ -59,59 +139,28 @@ class NativeDecoding:
 
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """Decode one token of each row. The logits are overwritten by the next call."""
-        count, width = len(rows), max(len(row.blocks) for row in rows)
         tokens = np.array([row.token for row in rows], np.int64)
         positions = np.array([row.length for row in rows], np.int64)
-        tables = np.array([row.blocks + [0] * (width - len(row.blocks)) for row in rows], np.int64)
-        spans = self._spans(rows)
-        if self._logits_BV.shape[0] < count:
-            self._logits_BV = torch.empty(count, self._logits_BV.shape[1])
-        step = c.Step(
-            rows=count,
-            spans=len(spans),
-            width=width,
-            tokens=tokens.ctypes.data,
-            positions=positions.ctypes.data,
-            tables=tables.ctypes.data,
-            span=spans,
-            logits=self._logits_BV.data_ptr(),
-        )
-        if self._native.library.decode(self._model, step, self._native.team):
-            raise MemoryError("no memory for a step of decoding")
+        alike = [list(some) for _, some in groupby(rows, key=lambda row: row.weights)]
+        adapters = [(some[0].weights, some[0].lora, len(some)) for some in alike]
+        if self._logits_BV.shape[0] < len(rows):
+            self._logits_BV = torch.empty(len(rows), self._logits_BV.shape[1])
+        tables = _tables([row.blocks for row in rows])
+        self._steps.run(tokens, positions, tables, adapters, logits_BV=self._logits_BV)
         for row in rows:
             row.length += 1
-        return self._logits_BV[:count]
+        return self._logits_BV[: len(rows)]
 
     def keep(self, tokens_B: torch.Tensor) -> None:
         """Tokens are always read at once."""
 
-    def _spans(self, rows: Sequence[Row]) -> ctypes.Array[c.Span]:
-        bounds: list[tuple[Row, int, int]] = []
-        for at, row in enumerate(rows):
-            if bounds and bounds[-1][0].weights == row.weights:
-                bounds[-1] = (row, bounds[-1][1], at + 1)
-            else:
-                bounds.append((row, at, at + 1))
-        spans = [
-            c.Span(start, stop, self._adapter(row.weights, row.lora).factors)
-            for row, start, stop in bounds
-            if row.lora.factors
-        ]
-        self._forget({row.weights for row, *_ in bounds})
-        return (c.Span * len(spans))(*spans)
 
-    def _adapter(self, number: int, lora: Lora) -> PackedLora:
-        packed = self._packed.pop(number, None) or PackedLora(lora, self._linears)
-        self._packed[number] = packed
-        return packed
-
-    def _forget(self, used: set[int]) -> None:
-        idle = [number for number in self._packed if number not in used]
-        left = sum(self._packed[number].bytes for number in idle)
-        for number in idle:
-            if left <= KEPT_ADAPTERS:
-                return
-            left -= self._packed.pop(number).bytes
+def _tables(blocks: Sequence[Sequence[int]]) -> Array:
+    """Lists of blocks as rows of one width."""
+    tables = np.zeros((len(blocks), max(map(len, blocks))), np.int64)
+    for row, own in zip(tables, blocks, strict=True):
+        row[: len(own)] = own
+    return tables
 
 
 def _describe(native: Native, pool: Pool) -> tuple[c.Model, object]:

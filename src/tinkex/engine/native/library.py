@@ -94,6 +94,7 @@ class Step(ctypes.Structure):
         *((name, Int) for name in ("rows", "spans", "width")),
         *((name, Pointer) for name in ("tokens", "positions", "tables")),
         ("span", ctypes.POINTER(Span)),
+        ("hidden", Pointer),
         ("logits", Pointer),
     )
 

@@ -1,4 +1,5 @@
-/* A step of decoding on a CPU: one more token of every row, through the whole model, by a team of threads.
+/* A step on a CPU: a token of every row through the whole model, by a team of threads. A row is a sequence that gets
+ * one more token, or a position of a prompt.
  *
  * Every number a row gets is summed up in an order that depends on that row alone: not on its neighbours, nor on how
  * many threads there are, nor on which of them did it. Threads take work in small units, so that one that is held up
@@ -112,7 +113,7 @@ typedef struct {
     int64_t rows, spans, width; /* width: of a row's table of blocks */
     const int64_t *tokens, *positions, *tables;
     const Span *span;
-    float *logits;
+    float *hidden, *logits; /* what the head reads, [rows, D], and what it makes of it, [rows, vocab]: either may be NULL */
 } Step;
 
 /* --- The team -------------------------------------------------------------------------------------------------- */
@@ -529,12 +530,16 @@ static float dot(const float *a, const float *b, int64_t size) {
     return sum;
 }
 
-/* The query heads of one group of one row: keys and values are kept, then all that is seen is weighed. */
-static void attend(const Run *run, const Layer *layer, int64_t index, long unit, int number) {
+/* Where a position of a row lies in the cache, counted from the first of its layer. */
+static inline int64_t place_of(const Model *model, const int64_t *table, int64_t position) {
+    return (table[position / model->block] * model->block + position % model->block) * model->groups * model->channels;
+}
+
+/* The heads of one group of one row are normalised and turned; its key and value go to the cache. */
+static void keep(const Run *run, const Layer *layer, int64_t index, int64_t row, int64_t group) {
     const Model *model = run->model;
     const Step *step = run->step;
     int64_t C = model->channels, G = model->groups, H = model->heads, each = H / G;
-    int64_t row = unit / G, group = unit % G, position = step->positions[row];
     float *qkv = run->wide + row * (H + 2 * G) * C;
     float *q = qkv + group * each * C, *k = qkv + (H + group) * C, *v = qkv + (H + G + group) * C;
     if (layer->q_norm) {
@@ -546,18 +551,28 @@ static void attend(const Run *run, const Layer *layer, int64_t index, long unit,
         for (int64_t h = 0; h < each; h++) turn(q + h * C, cosines, C / 2);
         turn(k, cosines, C / 2);
     }
-    const int64_t *table = step->tables + row * step->width;
-    int64_t stride = G * C, size = model->blocks * model->block * stride;
+    int64_t size = model->blocks * model->block * G * C;
     float *keys = model->cache + 2 * index * size + group * C, *values = keys + size;
-    int64_t own = (table[position / model->block] * model->block + position % model->block) * stride;
+    int64_t own = place_of(model, step->tables + row * step->width, step->positions[row]);
     memcpy(keys + own, k, (size_t)C * sizeof(float));
     memcpy(values + own, v, (size_t)C * sizeof(float));
+}
+
+/* The query heads of one group of one row weigh all that the row sees. */
+static void attend(const Run *run, const Layer *layer, int64_t index, int64_t row, int64_t group, int number) {
+    const Model *model = run->model;
+    const Step *step = run->step;
+    int64_t C = model->channels, G = model->groups, H = model->heads, each = H / G, position = step->positions[row];
+    const int64_t *table = step->tables + row * step->width;
+    const float *q = run->wide + (row * (H + 2 * G) + group * each) * C;
+    int64_t size = model->blocks * model->block * G * C;
+    const float *keys = model->cache + 2 * index * size + group * C, *values = keys + size;
     int64_t first = layer->window && position >= layer->window ? position - layer->window + 1 : 0;
     int64_t count = position + 1 - first;
     float *scores = run->scores + number * run->scores_stride; /* [each, count] */
     for (int64_t s = 0; s < count; s++) {
         int64_t at = first + s;
-        const float *key = keys + (table[at / model->block] * model->block + at % model->block) * stride;
+        const float *key = keys + place_of(model, table, at);
         for (int64_t h = 0; h < each; h++) {
             float score = dot(q + h * C, key, C) * layer->scale;
             scores[h * count + s] = layer->softcap > 0 ? tanhf(score / layer->softcap) * layer->softcap : score;
@@ -586,7 +601,7 @@ static void attend(const Run *run, const Layer *layer, int64_t index, long unit,
     }
     for (int64_t s = 0; s < count; s++) {
         int64_t at = first + s;
-        const float *value = values + (table[at / model->block] * model->block + at % model->block) * stride;
+        const float *value = values + place_of(model, table, at);
         for (int64_t h = 0; h < each; h++) {
             float weight = scores[h * count + s], *mixed = out + h * C;
             for (int64_t c = 0; c < C; c++) mixed[c] += weight * value[c];
@@ -614,8 +629,12 @@ static void work(int number, void *about) {
         const Layer *layer = &model->layer[index];
         const float *next = index + 1 < model->layers ? layer[1].input_norm : model->norm;
         project(run, &layer->qkv, 4 * index, run->normed, run->wide, wide);
-        for (long unit; (unit = take(run->team, run->step->rows * model->groups)) >= 0;)
-            attend(run, layer, index, unit, number);
+        int64_t rows = run->step->rows; /* a row may see others of this step, so all are kept first */
+        for (long unit; (unit = take(run->team, rows * model->groups)) >= 0;)
+            keep(run, layer, index, unit % rows, unit / rows);
+        meet(run->team);
+        for (long unit; (unit = take(run->team, rows * model->groups)) >= 0;)
+            attend(run, layer, index, unit % rows, unit / rows, number);
         meet(run->team);
         project(run, &layer->o, 4 * index + 1, run->mixed, run->wide, model->hidden);
         add(run, run->wide, layer->post_attention_norm, layer->mlp_norm);
@@ -623,12 +642,14 @@ static void work(int number, void *about) {
         project(run, &layer->down, 4 * index + 3, run->fed, run->wide, model->hidden);
         add(run, run->wide, layer->post_mlp_norm, next);
     }
-    project(run, &model->head, 4 * model->layers, run->normed, run->step->logits, model->vocab);
-    cap(run);
+    if (run->step->logits) {
+        project(run, &model->head, 4 * model->layers, run->normed, run->step->logits, model->vocab);
+        cap(run);
+    }
     meet(run->team); /* the caller frees what everybody reads */
 }
 
-/* Decode a token of every row: 0, or -1 if there is no memory. */
+/* Run the token of every row at its position: 0, or -1 if there is no memory. Rows may be positions of one prompt. */
 int decode(const Model *model, const Step *step, Team *team) {
     int64_t inner = model->heads * model->channels, wide = inner + 2 * model->groups * model->channels;
     int64_t widest = wide > model->hidden ? wide : model->hidden, ranks = 0, longest = 0;
@@ -653,6 +674,7 @@ int decode(const Model *model, const Step *step, Team *team) {
         at += step->rows * sizes[i];
     }
     run.scores = at;
+    if (step->hidden) run.normed = step->hidden;
     together(team, work, &run);
     free(memory);
     return 0;
