@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ from engine.conftest import FAMILIES, SMALL, Checkpoint
 from tinkex.engine import EngineError, choices, decoding, run_pass
 from tinkex.engine.cache import BLOCK, Blocks, block_bytes, prompt_keys
 from tinkex.engine.choices import choose, uniforms
+from tinkex.engine.decoding import StaticDecoding
+from tinkex.engine.row_adapters import Bank
 from tinkex.engine.sampler import Limits, Sampler
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
@@ -446,3 +448,45 @@ def test_owners_take_turns_where_there_is_no_room_for_all(checkpoint: Checkpoint
     assert order.index("one") <= 4
     assert [name for name in order if name != "one"] == [f"many{index}" for index in range(20)]
     assert not engine._sampler._names
+
+
+def test_short_prompts_run_as_rows_and_long_ones_in_chunks(limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where decoding has fixed shapes. Adapters of the rows that are being decoded stay where they are meanwhile."""
+    expected = {}
+    for name, size, seed in (("one", 10, 1), ("two", 300, 2), ("three", 200, 3)):
+        expected[name] = alone(limits(way="slabs"), name, ask(tokens_of(seed, size), 2, 40, prompt_logprobs=True), seed)
+    engine = limits(way="static")
+    engine.sample_start("one", "one", ask(tokens_of(1, 10), 2, 40, prompt_logprobs=True), 1)
+    runner = next(iter(engine._sampler._runners.values()))
+    chunks: list[int] = []
+    rows: list[int] = []
+    placed: list[int] = []
+    results: dict[str, SampleResponse] = {}
+
+    def noted(owner: Any, name: str, notes: list[int], note: Callable[[Any], int]) -> None:
+        original = getattr(owner, name)
+
+        def run(self: Any, first: Any, *rest: Any) -> Any:
+            notes.append(note(first))
+            return original(self, first, *rest)
+
+        monkeypatch.setattr(owner, name, run)
+
+    noted(decoding.Prefill, "hidden", chunks, len)
+    noted(StaticDecoding, "hidden", rows, len)
+    noted(Bank, "_put", placed, int)
+    for name, size, seed in (("", 0, 0), ("two", 300, 2), ("three", 200, 3)):
+        if name:
+            engine.sample_start(name, name, ask(tokens_of(seed, size), 2, 40, prompt_logprobs=True), seed)
+        for _ in range(3):
+            results |= {done.job: done.result for done in engine.sample_step()}
+    results |= finish(engine)
+    assert chunks == [1]
+    assert rows == [10, 200]
+    assert isinstance(runner._decoding, StaticDecoding)
+    assert len(placed) <= 5  # three adapters, and once more when there has to be more room
+    for name, result in results.items():
+        np.testing.assert_allclose(result.prompt_logprobs_np[1:], expected[name].prompt_logprobs_np[1:], atol=1e-5)  # type: ignore[index]
+        for one, two in zip(expected[name].sequences, result.sequences, strict=True):
+            assert one.tokens == two.tokens
+            np.testing.assert_allclose(one.logprobs_np, two.logprobs_np, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]

@@ -44,6 +44,8 @@ KEPT_SLAB = 512 << 20
 """An empty slab of up to so many bytes is kept: to touch fresh memory takes longer than many a job."""
 LONG_ATTENTION = 1 << 18
 """From so many numbers in a layer's keys on, a CPU attends with all threads."""
+PROMPT_ROWS = (16, 64, 256)
+"""Numbers of tokens of prompts that are run as rows; what is more is run in chunks."""
 LEAST_RANKS = 32
 KERNEL_WIDTH = 16
 KERNEL_ERROR = 0.03
@@ -418,6 +420,9 @@ class StaticDecoding:
         self._kernel = find_kernel(model, pool)
         self._drawn = torch.zeros(most_rows, dtype=torch.int64, device=pool.kv.device)
         self._shapes: dict[tuple[int, int, int], _Shape] = {}
+        self._seated = 0
+        self._decoded: dict[int, Lora] = {}
+        """The adapters of the rows that were decoded last, while there are any."""
         self._memory = torch.cuda.graph_pool_handle() if self._captures else None
 
     @property
@@ -429,9 +434,13 @@ class StaticDecoding:
         """Give the row its own copy of the block in which the prompt ends."""
         if row.length % BLOCK:
             self._pool.copy(prompt[-1], row.blocks[len(prompt) - 1])
+        self._seated += 1
 
     def leave(self, row: Row) -> None:
-        """Nothing is kept besides the blocks."""
+        """Nothing is kept besides the blocks, and the last rows' adapters."""
+        self._seated -= 1
+        if not self._seated:
+            self._decoded = {}
 
     def arrange(self, rows: list[Row]) -> list[Row]:
         """As they are."""
@@ -439,8 +448,20 @@ class StaticDecoding:
 
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """Decode one token of each row."""
+        self._decoded = {row.weights: row.lora for row in rows}
+        logits_BV = self._run(rows, _rounded(len(rows)))[1]
+        for row in rows:
+            row.length += 1
+        return logits_BV
+
+    def hidden(self, rows: Sequence[Row]) -> torch.Tensor:
+        """What the head reads, for positions of prompts: rows that see each other if they share blocks."""
+        size = next(size for size in PROMPT_ROWS if size >= len(rows))
+        return self._run(rows, size)[0]
+
+    def _run(self, rows: Sequence[Row], size: int) -> tuple[torch.Tensor, torch.Tensor]:
         adapters = self._place(rows)
-        size, width = _rounded(len(rows)), self._width(max(len(row.blocks) for row in rows))
+        width = self._width(max(len(row.blocks) for row in rows))
         shape = self._shapes.get((size, width, adapters))
         if shape is None:
             bank = _banked(self._bank, adapters)
@@ -451,9 +472,8 @@ class StaticDecoding:
                 shape.record(self._memory)
         else:
             shape.fill(rows)
-        for row in rows:
-            row.length += 1
-        return shape.run()[: len(rows)]
+        hidden_BD, logits_BV = shape.run()
+        return hidden_BD[: len(rows)], logits_BV[: len(rows)]
 
     def keep(self, tokens_B: torch.Tensor) -> None:
         """On the device."""
@@ -469,17 +489,22 @@ class StaticDecoding:
         return width
 
     def _place(self, rows: Sequence[Row]) -> int:
-        """See that the adapters of these rows are in the bank; 0 if there are none, 1 if all have one, else 2."""
-        numbers = {row.weights for row in rows}
-        adapters = {row.weights: row.lora for row in rows if row.lora.factors}
-        if adapters and not self._bank.place(adapters):
+        """See that the adapters of these rows are in the bank; 0 if there are none, 1 if all have one, else 2.
+
+        Those of the rows that were decoded last stay: prompts run in between.
+        """
+        own = {row.weights: row.lora for row in rows}
+        if not any(lora.factors for lora in own.values()):
+            return 0
+        adapters = {number: lora for number, lora in (self._decoded | own).items() if lora.factors}
+        if not self._bank.place(adapters):
             ranks = sum(map(widest, adapters.values()))
             self._shapes = {key: shape for key, shape in self._shapes.items() if not key[2]}
             if self._memory is not None:  # one whose graphs are all gone cannot be used again
                 self._memory = torch.cuda.graph_pool_handle()
             self._bank = Bank(self._model, max(LEAST_RANKS, 2 * self._bank.ranks, _rounded(ranks)))
             self._bank.place(adapters)
-        return min(len(numbers), 2) if adapters else 0
+        return 1 if len(own) == len(adapters) == 1 else 2
 
 
 Banked: TypeAlias = Callable[[torch.Tensor], Adaptation]
@@ -521,7 +546,7 @@ class _Shape:
         self._hosts = [_Host(torch.zeros(rows, 5 + width, dtype=torch.int64, pin_memory=pinned)) for _ in range(2)]
         self._inputs = torch.zeros(rows, 5 + width, dtype=torch.int64, device=pool.kv.device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._logits: torch.Tensor | None = None
+        self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Put tokens, positions, places, adapters and tables where the pass reads them."""
@@ -547,16 +572,16 @@ class _Shape:
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=memory):
-            self._logits = self._pass()
+            self._outputs = self._pass()
 
-    def run(self) -> torch.Tensor:
-        """The logits `[B, V]`; under a graph they are overwritten by the next run."""
-        if self._graph is None or self._logits is None:
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the head reads, and its logits `[B, V]`; under a graph they are overwritten by the next run."""
+        if self._graph is None or self._outputs is None:
             return self._pass()
         self._graph.replay()
-        return self._logits
+        return self._outputs
 
-    def _pass(self) -> torch.Tensor:
+    def _pass(self) -> tuple[torch.Tensor, torch.Tensor]:
         tokens_B, positions_B, places_B, weights_B, drawn_B = self._inputs[:, :5].unbind(1)
         tokens_B = torch.where(drawn_B < 0, tokens_B, self._drawn[drawn_B.clamp_min(0)])
         attention = _BlockAttention(
@@ -564,7 +589,28 @@ class _Shape:
         )
         lora = self._bank(weights_B)
         hidden_BD = hidden_states(self._model, tokens_B, positions_B, attention, lora)
-        return self._model.logits(hidden_BD, lora)
+        return hidden_BD, self._model.logits(hidden_BD, lora)
+
+
+class ShortPrompts:
+    """Prompts where decoding has fixed shapes: a few tokens are run as rows of a pass that has been recorded.
+
+    The host takes longer to start a pass of prefill, kernel after kernel, than the device to run a short one.
+    """
+
+    def __init__(self, prefill: Prefill, decoding: StaticDecoding) -> None:
+        self._prefill, self._decoding = prefill, decoding
+
+    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """As `Prefill.hidden`."""
+        if sum(piece.stop - piece.start for piece in pieces) > PROMPT_ROWS[-1]:
+            return self._prefill.hidden(pieces)
+        rows = [
+            Row(piece.lora, piece.weights, list(piece.blocks), position, token)
+            for piece in pieces
+            for position, token in enumerate(piece.tokens[piece.start : piece.stop].tolist(), piece.start)
+        ]
+        return self._decoding.hidden(rows)
 
 
 class _BlockAttention:
