@@ -15,7 +15,7 @@ import pytest
 
 import tinkex
 from faulty import Answer, FaultyServer, faulty_server
-from support import serving
+from support import serving, silence
 from tinkex import RecoveryPolicy, RetryConfig, ServiceClient, codec, events, types
 from tinkex.engine.fake import FakeEngine
 from tinkex.recovery import Executor, Monitor
@@ -24,11 +24,9 @@ from tinkex.types.sampling import SampledSequence, SampleResponse
 
 @pytest.fixture(autouse=True)
 def _own_handlers() -> Iterator[None]:
-    before = {known.handler_id for known in events.handlers()}
+    silence()
     yield
-    for known in events.handlers():
-        if known.handler_id not in before:
-            events.detach(known.handler_id)
+    silence()
 
 
 class Heard:

@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 
 from faulty import Answer, FaultyServer, faulty_server
-from support import wait_until
+from support import silence, wait_until
 from tinkex import events, telemetry, types
 from tinkex.config import HOSTED_URL, Config
 from tinkex.errors import (
@@ -61,6 +61,13 @@ from tinkex.types.telemetry import EventType, Severity, as_severity, parse_event
 
 ACCEPTED = Answer(body={"status": "accepted"})
 Make = Callable[..., Reporter]
+
+
+@pytest.fixture(autouse=True)
+def _own_handlers() -> Iterator[None]:
+    silence()
+    yield
+    silence()
 
 
 class Post:
