@@ -13,10 +13,16 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from shapes import SHAPES
+
+from tinkex.engine.lora import Linear
+from tinkex.engine.native.library import load
+from tinkex.engine.native.weights import Native
 
 
 def shapes_of(shape: str) -> list[tuple[int, int, int]]:
@@ -60,13 +66,29 @@ def recorded(run: Callable[[], object], device: str) -> Callable[[], object]:
     return graph.replay
 
 
-def products(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+Multiply: TypeAlias = Callable[[torch.Tensor, int], object]
+"""Some rows with the weight of this number."""
+
+
+def ways(weights: list[torch.Tensor], device: str, threads: int) -> dict[str, Multiply]:
+    """Who could multiply few rows: on a CPU also oneDNN and our own C, each with weights in its own layout."""
+    if device == "cuda":
+        return {"cuBLAS": lambda x, index: F.linear(x, weights[index])}
+    laid_out = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
+    found: dict[str, Multiply] = {
+        "oneDNN": lambda x, index: torch.ops.mkldnn._linear_pointwise.default(x, laid_out[index], None, "none", [], "")
+    }
+    if (library := load()) is not None:
+        layers = [Linear(f"{i}", "", w, None, [""], [w.shape[0]]) for i, w in enumerate(weights)]
+        native = Native(library, SimpleNamespace(linears=lambda: layers), threads)  # type: ignore[arg-type]
+        found["C"] = lambda x, index: native.product(x, layers[index])
+    return found
+
+
+def products(multiply: Multiply, inputs: list[torch.Tensor]) -> None:
     """Each input with its weight."""
-    for x, weight in pairs:
-        if weight.layout == torch.strided:
-            F.linear(x, weight)
-        else:  # laid out as oneDNN likes it, which for few rows is quicker
-            torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
+    for index, x in enumerate(inputs):
+        multiply(x, index)
 
 
 def main() -> None:
@@ -97,12 +119,16 @@ def main() -> None:
         print(f"read and write: {2 * array.numel() * array.element_size() / seconds / 1e9:.1f} GB/s", flush=True)
         del left, right, array
         weights = [random(outputs, inputs) for outputs, inputs, often in shapes_of(given.shape) for _ in range(often)]
-        packed = weights if cuda else [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
+        multiplies = ways(weights, given.device, given.threads)
         for rows in given.rows:
             x = {weight.shape[1]: random(rows, weight.shape[1]) for weight in weights}
-            step = recorded(partial(products, [(x[weight.shape[1]], weight) for weight in packed]), given.device)
-            seconds = best(step, given.device, given.rounds)
-            print(f"products of a decoding step, {rows} rows: {rows / seconds:.1f} tok/s", flush=True)
+            inputs = [x[weight.shape[1]] for weight in weights]
+            times = {
+                name: best(recorded(partial(products, multiply, inputs), given.device), given.device, given.rounds)
+                for name, multiply in multiplies.items()
+            }
+            name = min(times, key=lambda name: times[name])
+            print(f"products of a decoding step, {rows} rows: {rows / times[name]:.1f} tok/s ({name})", flush=True)
         x = {weight.shape[1]: random(tokens, weight.shape[1]) for weight in weights}
         dy = {weight.shape[0]: random(tokens, weight.shape[0]) for weight in weights}
         seconds = best(
