@@ -28,6 +28,7 @@ from tinkex.engine import EngineError, decoding, run_pass
 from tinkex.engine.cache import BLOCK, block_bytes
 from tinkex.engine.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.trainer import Results
 from tinkex.server.scheduler import Worker
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
@@ -719,6 +720,19 @@ def test_a_gradient_that_cannot_be_added_fails_its_pass_alone(checkpoint: Checkp
     results = step_on(engine)
     assert isinstance(results["1"], RuntimeError)
     assert isinstance(results["2"], ForwardBackwardOutput)
+
+
+def test_a_result_that_cannot_be_made_leaves_no_gradient(
+    checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise MemoryError("no more memory")
+
+    engine = trainer_of(checkpoint)
+    engine.pass_start("1", "a", data(24, 24), "cross_entropy", {})
+    monkeypatch.setattr(Results, "output", refuse)
+    assert isinstance(step_on(engine)["1"], MemoryError)
+    assert adapter_of(engine, "a").grad is None
 
 
 def test_the_server_applies_a_gradient_only_when_all_passes_before_have_been_read(

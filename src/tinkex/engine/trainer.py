@@ -137,11 +137,12 @@ class Pass:
 
     def finish(self, *, finite: bool) -> ForwardBackwardOutput:
         """Add the gradient to the adapter's; everything has been run."""
+        if self.scratch is not None and not finite:
+            raise EngineError("the gradient is not finite; nothing was added")
+        output = self.results.output(self.examples, self.objective)  # what can still fail comes before what is kept
         if self.scratch is not None:
-            if not finite:
-                raise EngineError("the gradient is not finite; nothing was added")
             self.adapter.grad = self.scratch if self.adapter.grad is None else self.adapter.grad + self.scratch
-        return self.results.output(self.examples, self.objective)
+        return output
 
 
 def cut(examples: Examples, budget: int) -> Iterator[list[int]]:
