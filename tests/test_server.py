@@ -19,6 +19,7 @@ from support import Clock, Wire, pass_json, sample_json, serving, step_json, wai
 from tinkex import ServiceClient, codec, protobuf, types
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
+from tinkex.server.journal import Journal
 from tinkex.server.promises import JUST_READ, KEEP_READ, KEEP_UNREAD, Promises
 from tinkex.server.state import Limits
 
@@ -433,6 +434,49 @@ def test_an_interrupted_save_leaves_nothing(
     assert len(files(model)) == (1 if overwrite else 0)
     assert wire.send("weights_info", {"tinker_path": path}).status == (200 if overwrite else 404)
     assert "path" in save(wire, model, 3 if overwrite else 2, "a", overwrite=overwrite)
+
+
+def test_a_sample_is_drawn_while_its_request_goes_to_disk_and_acknowledged_when_it_is_there(
+    wire: Wire, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, begun, gate = sampler_of(wire), threading.Event(), threading.Event()
+    start, append = engine.sample_start, Journal.append
+
+    def starting(*given: Any, **options: Any) -> None:
+        start(*given, **options)
+        begun.set()
+
+    async def slowly(self: Journal, *given: Any) -> None:
+        await asyncio.to_thread(gate.wait, 30)
+        await append(self, *given)
+
+    monkeypatch.setattr(engine, "sample_start", starting)
+    monkeypatch.setattr(Journal, "append", slowly)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        receipt = pool.submit(wire.post, "asample", sample_json(sampler, 0))
+        try:
+            assert begun.wait(30)
+            wait_until(lambda: not engine.sampling())
+            assert not receipt.done()
+            assert wire.send("retrieve_future", {"request_id": f"{sampler}:0"}).status == 408
+        finally:
+            gate.set()
+        assert len(wire.result(receipt.result(30)["request_id"])["sequences"]) == 1
+
+
+def test_a_sample_that_cannot_be_put_on_disk_was_not_taken(
+    wire: Wire, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = sampler_of(wire)
+
+    async def refuse(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", refuse)
+        refusal(wire, 503, "asample", sample_json(sampler, 0), "cannot be put on disk", "no space left")
+    wait_until(lambda: not engine.sampling())
+    assert len(wire.run("asample", sample_json(sampler, 0))["sequences"]) == 1
 
 
 def test_the_wrong_kind_of_path_is_told_apart(wire: Wire) -> None:

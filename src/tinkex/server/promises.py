@@ -158,7 +158,7 @@ class Promises:
         self._promises: dict[str, Promise] = {}
         self._logs: dict[Target, Log] = {}
         self._gone: dict[str, None] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._clock = clock
         self._held: set[asyncio.Timeout] = set()
         self.are_left = False
@@ -218,7 +218,7 @@ class Promises:
         promise = self._promises.get(request_id)
         return promise is None or bool(promise.read and self._clock() - promise.read > JUST_READ)
 
-    def keep(self, task: asyncio.Task[Any]) -> None:
+    def keep(self, task: asyncio.Future[Any]) -> None:
         """Hold on to a task until it ends."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -99,16 +99,25 @@ async def _taken(
 async def take_sample(
     state: State, promise: Promise, call: Call, request: SampleRequest, draw: Callable[[int], Awaitable[Any]]
 ) -> None:
-    """Put a request for samples on disk with the seed that is used for it, then begin to draw."""
+    """Put a request for samples on disk with the seed that is used for it, and draw meanwhile.
+
+    A sample changes nothing, so it need not wait for the disk; its receipt does, and whoever could read its result.
+    """
     if call.seed is None:
         seed = request.sampling_params.seed
         call.seed = secrets.randbits(63) if seed is None else seed
-    drawing = functools.partial(draw, call.seed)
     journal = state.journal(state.samples_directory(promise.session_id))
     if call.number is None:
         call.number = time.time_ns()
     state.samples.setdefault(promise.session_id, {})[promise.request_id] = call.number
-    await _taken(state, promise, journal, call.number, call, lambda: state.promises.follow(promise, drawing()))
+    drawing = asyncio.ensure_future(draw(call.seed))
+    state.promises.keep(drawing)
+    try:
+        await _taken(state, promise, journal, call.number, call, lambda: state.promises.follow(promise, drawing))
+    except Exception:  # it was not taken
+        drawing.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody is to hear of
+        state.worker.cancel(promise.request_id)
+        raise
 
 
 async def live_run(state: State, model_id: str) -> LiveRun:
