@@ -31,6 +31,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from tinkex.engine.native.library import load
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
@@ -160,6 +161,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small as the work is, in C it is done by as many threads as there are."""
+    if (library := load()) is not None:
+        monkeypatch.setattr(library.share, "value", 1)
 
 
 @pytest.fixture

@@ -383,6 +383,18 @@ def test_threads_end_when_nobody_needs_them(engine: TorchEngine) -> None:
     assert threads() == before
 
 
+def test_little_work_is_done_by_the_thread_that_asks_for_it(engine: TorchEngine) -> None:
+    """Waiting for another would take longer. What comes out is the same."""
+    linear = Linear("x", "mlp", random(64, 64), None, ["m"], [64])
+    native, x = native_of(engine, 3, linear), random(40, 64)
+    seen = []
+    for share in (1, 64 * 64 * 20, 1 << 40):
+        native.library.share.value = share
+        seen.append(native.product(x, linear))
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+
+
 @pytest.mark.slow  # a fork of a process with threads is never quite safe
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
 def test_a_forked_child_has_threads_of_its_own(engine: TorchEngine) -> None:

@@ -108,6 +108,8 @@ class Library:
         self.team_free = _function(library.team_free, None, Pointer)
         self.decode = _function(library.decode, ctypes.c_int, ctypes.POINTER(Model), ctypes.POINTER(Step), Pointer)
         self.draw = _function(library.draw, ctypes.c_int, Pointer, Int, Int, *([Pointer] * 5))
+        self.share = Int.in_dll(library, "share")
+        """What is worth a thread, in multiplications."""
         self.product = _function(library.product, None, ctypes.POINTER(Linear), Pointer, Int, Pointer, Pointer)
 
     def check(self) -> None:

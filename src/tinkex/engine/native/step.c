@@ -121,7 +121,7 @@ typedef struct {
 #define SPINS 4000
 
 typedef struct {
-    int threads;
+    int threads, active;             /* active: how many take part in what is done now */
     pthread_t *others;
     atomic_long next;                /* unit of work that nobody has taken */
     atomic_int arrived, turn;        /* at the barrier, and how often it has opened */
@@ -148,12 +148,12 @@ static inline void relax(void) {
 
 /* Wait until everybody is here. The last one lays out the work that follows. */
 static void meet(Team *team) {
-    if (team->threads == 1) {
+    if (team->active == 1) {
         atomic_store_explicit(&team->next, 0, memory_order_relaxed);
         return;
     }
     int turn = atomic_load_explicit(&team->turn, memory_order_acquire);
-    if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == team->threads - 1) {
+    if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == team->active - 1) {
         atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
         atomic_store_explicit(&team->next, 0, memory_order_relaxed);
         atomic_fetch_add_explicit(&team->turn, 1, memory_order_release);
@@ -180,11 +180,11 @@ static void *member(void *given) {
     for (long seen = 0;;) {
         pthread_mutex_lock(&team->lock);
         while (team->calls == seen && !team->leaving) pthread_cond_wait(&team->called, &team->lock);
-        int leaving = team->leaving;
+        int leaving = team->leaving, takes_part = self.number < team->active;
         seen = team->calls;
         pthread_mutex_unlock(&team->lock);
         if (leaving) return NULL;
-        team->work(self.number, team->about);
+        if (takes_part) team->work(self.number, team->about);
     }
 }
 
@@ -218,13 +218,21 @@ Team *team_new(int threads) {
     return team;
 }
 
-static void together(Team *team, void (*work)(int, void *), void *about) {
+/* What is worth a thread, in multiplications: a fifth of a millisecond or so. Threads that share less wait longer for each
+ * other than they work, above all on a machine with other work. */
+int64_t share = 4 << 20;
+
+/* Have as many threads do this as it is worth; the calling one is among them. */
+static void together(Team *team, void (*work)(int, void *), void *about, int64_t multiplications) {
+    int64_t worth = multiplications / share;
+    int active = worth < 1 ? 1 : worth < team->threads ? (int)worth : team->threads;
     pthread_mutex_lock(&team->lock);
     team->work = work;
     team->about = about;
+    team->active = active;
     atomic_store(&team->next, 0);
     team->calls++;
-    pthread_cond_broadcast(&team->called);
+    if (active > 1) pthread_cond_broadcast(&team->called);
     pthread_mutex_unlock(&team->lock);
     work(0, about);
 }
@@ -257,6 +265,12 @@ static Place find(const Linear *linear, int64_t panel) {
 static int64_t tile_of(int64_t rows) {
     int64_t tiles = (rows + ROWS - 1) / ROWS;
     return (rows + tiles - 1) / tiles;
+}
+
+static int64_t size_of(const Linear *linear) {
+    int64_t outputs = 0;
+    for (int64_t part = 0; part < linear->parts; part++) outputs += linear->sizes[part];
+    return outputs * linear->inputs;
 }
 
 static int64_t panels_in(const Linear *linear) {
@@ -675,7 +689,12 @@ int decode(const Model *model, const Step *step, Team *team) {
     }
     run.scores = at;
     if (step->hidden) run.normed = step->hidden;
-    together(team, work, &run);
+    int64_t weights = size_of(&model->head);
+    for (int64_t index = 0; index < model->layers; index++) {
+        const Layer *layer = &model->layer[index];
+        weights += size_of(&layer->qkv) + size_of(&layer->o) + size_of(&layer->gate_up) + size_of(&layer->down);
+    }
+    together(team, work, &run, step->rows * weights);
     free(memory);
     return 0;
 }
@@ -787,7 +806,7 @@ int draw(const float *logits, int64_t rows, int64_t vocab, const double *numbers
     double *sums = malloc((size_t)(team->threads * ((vocab + SPAN - 1) / SPAN)) * sizeof(double));
     if (!sums) return -1;
     Draw about = {team, rows, vocab, logits, numbers, temperatures, tokens, logprobs, sums};
-    together(team, draw_rows, &about);
+    together(team, draw_rows, &about, 16 * rows * vocab); /* an exponential is so many */
     free(sums);
     return 0;
 }
@@ -811,5 +830,5 @@ static void multiply_all(int number, void *about) {
 void product(const Linear *linear, const float *x, int64_t rows, float *y, Team *team) {
     Step step = {.rows = rows};
     Product about = {{.step = &step, .team = team}, linear, x, y};
-    together(team, multiply_all, &about);
+    together(team, multiply_all, &about, rows * size_of(linear));
 }
