@@ -1,0 +1,562 @@
+"""The gradient of attention within packed sequences on a GPU: Triton kernels. Import it only where Triton is installed.
+
+PyTorch computes forward, and its log-sum-exp of the scores makes the weights again. A program has a tile of keys, or
+of queries, of one sequence and goes over all that it meets on the other side; the keys' gradient adds up the query
+heads of a group in registers. Nothing is added up in memory, so the same numbers give the same bits.
+
+Axes: T packed tokens, H query heads, G key/value heads, R query heads of a group, C channels, N tiles.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tinkex.engine.attention import flash
+from tinkex.engine.copies import to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+triton: Any = importlib.import_module("triton")
+tl: Any = importlib.import_module("triton.language")
+
+LOG2_E = 1.4426950408889634
+DELTA_BLOCK = 64
+
+
+class Tiling(NamedTuple):
+    """How a kernel goes about it."""
+
+    block: int
+    """Tokens of a program: those whose gradient it computes."""
+    step: int
+    """Tokens of the other side that it takes at once."""
+    warps: int
+    stages: int
+    """How many steps are in shared memory at a time."""
+
+
+KEYS = {128: Tiling(128, 64, 8, 3), 64: Tiling(128, 64, 8, 3)}
+QUERIES = {128: Tiling(128, 128, 8, 2), 64: Tiling(128, 64, 8, 3)}
+"""By head size; for others `SMALL`."""
+SMALL = Tiling(128, 64, 4, 2)
+
+
+def fits(channels: int) -> bool:
+    """Whether there are kernels for heads of this size."""
+    return channels in (16, 32, 64, 128)
+
+
+def keys_tiling(channels: int) -> Tiling:
+    """For the gradient of keys and values."""
+    return KEYS.get(channels, SMALL)
+
+
+def queries_tiling(channels: int) -> Tiling:
+    """For the gradient of queries."""
+    return QUERIES.get(channels, SMALL)
+
+
+def tiles(lengths: Sequence[int], block: int, device: torch.device, *, of_keys: bool) -> torch.Tensor:
+    """Tiles of sequences that lie side by side, int32 `[N, 3]`: where the sequence starts, its end, the tile's start.
+
+    Those with most work come first, so that all end at about the same time: a tile of keys meets the queries from
+    there on, a tile of queries the keys up to there.
+    """
+    ends = np.cumsum(lengths)
+    table = np.array(
+        [
+            (end - length, end, at)
+            for end, length in zip(ends, lengths, strict=True)
+            for at in range(end - length, end, block)
+        ],
+        dtype=np.int32,
+    )
+    work = table[:, 1] - table[:, 2] if of_keys else table[:, 2] - table[:, 0]
+    return to_device(table[np.argsort(-work, kind="stable")], device, torch.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows(ptr, first, end, stride, BLOCK: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block of tokens; beyond the sequence its last one, which can be read without a mask and is never used."""
+    row = tl.minimum(tl.arange(0, BLOCK), end - 1 - first)
+    at = row[:, None] * stride + tl.arange(0, C)[None, :]
+    return tl.load(ptr + first.to(tl.int64) * stride + at)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_numbers(ptr, first, end, outside, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number for each token of a block, and `outside` beyond the sequence."""
+    row = tl.arange(0, BLOCK)
+    numbers = tl.load(ptr + first + tl.minimum(row, end - 1 - first))
+    return tl.where(row < end - first, numbers, outside)
+
+
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+def _delta(  # type: ignore[no-untyped-def]
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    numbers_ptr,
+    tokens,
+    out_row,
+    out_head,
+    dout_row,
+    dout_head,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOG2_E: tl.constexpr,
+):
+    """For each head and token, the log-sum-exp to base two, and the sum of output times its gradient."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    first = tl.program_id(0) // H * BLOCK
+    row = first + tl.arange(0, BLOCK)
+    out = _rows(out_ptr + head * out_head, first, tokens, out_row, BLOCK, C).to(tl.float32)
+    dout = _rows(dout_ptr + head * dout_head, first, tokens, dout_row, BLOCK, C).to(tl.float32)
+    inside = row < tokens
+    at = head * tokens + row
+    lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
+    tl.store(numbers_ptr + at, lse * LOG2_E, mask=inside)
+    tl.store(numbers_ptr + tokens.to(tl.int64) * H + at, tl.sum(out * dout, 1), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keys_step(  # type: ignore[no-untyped-def]
+    dk,
+    dv,
+    k,
+    v,
+    q_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    key_first,
+    first,
+    end,
+    q_row,
+    dout_row,
+    scale,
+    window,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Add what a block of queries of one head gives to a tile of keys."""
+    q = _rows(q_ptr, first, end, q_row, QUERIES, C)
+    # Queries beyond the sequence have no weights, for all they would be divided by is infinite.
+    lse = _row_numbers(lse_ptr, first, end, float("inf"), QUERIES)
+    weights = tl.math.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
+    if MASKED:
+        back = (first + tl.arange(0, QUERIES))[None, :] - (key_first + tl.arange(0, KEYS))[:, None]
+        seen = back >= 0
+        if WINDOWED:
+            seen = seen & (back < window)
+        weights = tl.where(seen, weights, 0.0)
+    dout = _rows(dout_ptr, first, end, dout_row, QUERIES, C)
+    dv = tl.dot(weights.to(dout.dtype), dout, dv)
+    delta = _row_numbers(delta_ptr, first, end, 0.0, QUERIES)
+    dscores = weights * (tl.dot(v, tl.trans(dout)) - delta[None, :])
+    dk = tl.dot(dscores.to(q.dtype), q, dk)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["tokens", "window"])  # type: ignore[untyped-decorator]
+def _keys_gradient(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    numbers_ptr,
+    tiles_ptr,
+    dk_ptr,
+    dv_ptr,
+    tokens,
+    scale,
+    base_two_scale,
+    window,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    dout_row,
+    dout_head,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """A tile of keys of one head, and of their values: over the queries from there on of the heads that share them."""
+    group = (tl.program_id(0) % G).to(tl.int64)
+    tile = tiles_ptr + tl.program_id(0) // G * 3
+    end = tl.load(tile + 1)
+    start = tl.load(tile + 2)
+    k = _rows(k_ptr + group * k_head, start, end, k_row, KEYS, C)
+    v = _rows(v_ptr + group * v_head, start, end, v_row, KEYS, C)
+    dk = tl.zeros([KEYS, C], tl.float32)
+    dv = tl.zeros([KEYS, C], tl.float32)
+    head = group * R
+    q_ptr += head * q_head
+    dout_ptr += head * dout_head
+    lse_ptr = numbers_ptr + head * tokens
+    delta_ptr = lse_ptr + tokens.to(tl.int64) * (G * R)
+    # The heads are part of one loop, which is then long enough to keep its loads ahead.
+    if WINDOWED:
+        near = tl.cdiv(tl.minimum(end - start, KEYS - 1 + window), QUERIES)
+    else:
+        near = tl.cdiv(tl.minimum(end - start, KEYS), QUERIES)
+    for n in range(near * R):
+        r = (n // near).to(tl.int64)
+        dk, dv = _keys_step(
+            dk,
+            dv,
+            k,
+            v,
+            q_ptr + r * q_head,
+            dout_ptr + r * dout_head,
+            lse_ptr + r * tokens,
+            delta_ptr + r * tokens,
+            start,
+            start + n % near * QUERIES,
+            end,
+            q_row,
+            dout_row,
+            base_two_scale,
+            window,
+            KEYS,
+            QUERIES,
+            C,
+            True,
+            WINDOWED,
+        )
+    if not WINDOWED:
+        beyond = start + tl.cdiv(KEYS, QUERIES) * QUERIES
+        far = tl.cdiv(tl.maximum(end - beyond, 0), QUERIES)
+        for n in range(far * R):
+            r = (n // far).to(tl.int64)
+            dk, dv = _keys_step(
+                dk,
+                dv,
+                k,
+                v,
+                q_ptr + r * q_head,
+                dout_ptr + r * dout_head,
+                lse_ptr + r * tokens,
+                delta_ptr + r * tokens,
+                start,
+                beyond + n % far * QUERIES,
+                end,
+                q_row,
+                dout_row,
+                base_two_scale,
+                window,
+                KEYS,
+                QUERIES,
+                C,
+                False,
+                False,
+            )
+    row = tl.arange(0, KEYS)
+    base = start.to(tl.int64) * (G * C) + group * C
+    at = base + row[:, None] * (G * C) + tl.arange(0, C)[None, :]
+    inside = (row < end - start)[:, None]
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=inside)
+    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _queries_step(  # type: ignore[no-untyped-def]
+    dq,
+    q,
+    dout,
+    lse,
+    delta,
+    k_ptr,
+    v_ptr,
+    query_first,
+    first,
+    end,
+    k_row,
+    v_row,
+    scale,
+    window,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Add what a block of keys gives to a tile of queries."""
+    k = _rows(k_ptr, first, end, k_row, KEYS, C)
+    v = _rows(v_ptr, first, end, v_row, KEYS, C)
+    weights = tl.math.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
+    if MASKED:
+        back = (query_first + tl.arange(0, QUERIES))[:, None] - (first + tl.arange(0, KEYS))[None, :]
+        seen = back >= 0
+        if WINDOWED:
+            seen = seen & (back < window)
+        weights = tl.where(seen, weights, 0.0)
+    dscores = weights * (tl.dot(dout, tl.trans(v)) - delta[:, None])
+    return tl.dot(dscores.to(k.dtype), k, dq)
+
+
+@triton.jit(do_not_specialize=["tokens", "window"])  # type: ignore[untyped-decorator]
+def _queries_gradient(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    numbers_ptr,
+    tiles_ptr,
+    dq_ptr,
+    tokens,
+    scale,
+    base_two_scale,
+    window,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    dout_row,
+    dout_head,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """A tile of queries of one head: over the keys up to there."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    tile = tiles_ptr + tl.program_id(0) // H * 3
+    begin = tl.load(tile)
+    end = tl.load(tile + 1)
+    start = tl.load(tile + 2)
+    q = _rows(q_ptr + head * q_head, start, end, q_row, QUERIES, C)
+    dout = _rows(dout_ptr + head * dout_head, start, end, dout_row, QUERIES, C)
+    lse_ptr = numbers_ptr + head * tokens
+    lse = _row_numbers(lse_ptr, start, end, float("inf"), QUERIES)
+    delta = _row_numbers(lse_ptr + tokens.to(tl.int64) * H, start, end, 0.0, QUERIES)
+    k_ptr += head // R * k_head
+    v_ptr += head // R * v_head
+    dq = tl.zeros([QUERIES, C], tl.float32)
+    if WINDOWED:
+        near = tl.maximum(begin, start - window + 1)
+    else:
+        far = (start - begin) // KEYS
+        near = begin + far * KEYS
+        for n in range(far):
+            dq = _queries_step(
+                dq,
+                q,
+                dout,
+                lse,
+                delta,
+                k_ptr,
+                v_ptr,
+                start,
+                begin + n * KEYS,
+                end,
+                k_row,
+                v_row,
+                base_two_scale,
+                window,
+                QUERIES,
+                KEYS,
+                C,
+                False,
+                False,
+            )
+    for n in range(tl.cdiv(tl.minimum(end, start + QUERIES) - near, KEYS)):
+        dq = _queries_step(
+            dq,
+            q,
+            dout,
+            lse,
+            delta,
+            k_ptr,
+            v_ptr,
+            start,
+            near + n * KEYS,
+            end,
+            k_row,
+            v_row,
+            base_two_scale,
+            window,
+            QUERIES,
+            KEYS,
+            C,
+            True,
+            WINDOWED,
+        )
+    row = tl.arange(0, QUERIES)
+    base = start.to(tl.int64) * (H * C) + head * C
+    at = base + row[:, None] * (H * C) + tl.arange(0, C)[None, :]
+    tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(row < end - start)[:, None])
+
+
+def row_numbers(dout_THC: torch.Tensor, out_THC: torch.Tensor, lse_HT: torch.Tensor) -> torch.Tensor:
+    """What both gradients need of each query, `[2, H, T]`: its log-sum-exp to base two, and its delta."""
+    tokens, heads, channels = out_THC.shape
+    numbers = lse_HT.new_empty(2, heads, tokens)
+    _delta[(triton.cdiv(tokens, DELTA_BLOCK) * heads,)](
+        out_THC,
+        dout_THC,
+        lse_HT,
+        numbers,
+        tokens,
+        *out_THC.stride()[:2],
+        *dout_THC.stride()[:2],
+        H=heads,
+        C=channels,
+        BLOCK=DELTA_BLOCK,
+        LOG2_E=LOG2_E,
+        num_warps=4,
+    )
+    return numbers
+
+
+def keys_gradient(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dout_THC: torch.Tensor,
+    numbers_2HT: torch.Tensor,
+    tiles_N3: torch.Tensor,
+    scale: float,
+    window: int | None,
+    tiling: Tiling,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of keys and of values; the tiles are of the size that the tiling says."""
+    q_THC, k_TGC, v_TGC = qkv
+    tokens, heads, channels = q_THC.shape
+    groups = k_TGC.shape[1]
+    dk_TGC, dv_TGC = (k_TGC.new_empty(tokens, groups, channels) for _ in range(2))
+    _keys_gradient[(tiles_N3.shape[0] * groups,)](
+        q_THC,
+        k_TGC,
+        v_TGC,
+        dout_THC,
+        numbers_2HT,
+        tiles_N3,
+        dk_TGC,
+        dv_TGC,
+        tokens,
+        scale,
+        scale * LOG2_E,
+        window or 0,
+        *q_THC.stride()[:2],
+        *k_TGC.stride()[:2],
+        *v_TGC.stride()[:2],
+        *dout_THC.stride()[:2],
+        G=groups,
+        R=heads // groups,
+        C=channels,
+        KEYS=tiling.block,
+        QUERIES=tiling.step,
+        WINDOWED=window is not None,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    return dk_TGC, dv_TGC
+
+
+def queries_gradient(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dout_THC: torch.Tensor,
+    numbers_2HT: torch.Tensor,
+    tiles_N3: torch.Tensor,
+    scale: float,
+    window: int | None,
+    tiling: Tiling,
+) -> torch.Tensor:
+    """Of queries; the tiles are of the size that the tiling says."""
+    q_THC, k_TGC, v_TGC = qkv
+    tokens, heads, channels = q_THC.shape
+    dq_THC = q_THC.new_empty(tokens, heads, channels)
+    _queries_gradient[(tiles_N3.shape[0] * heads,)](
+        q_THC,
+        k_TGC,
+        v_TGC,
+        dout_THC,
+        numbers_2HT,
+        tiles_N3,
+        dq_THC,
+        tokens,
+        scale,
+        scale * LOG2_E,
+        window or 0,
+        *q_THC.stride()[:2],
+        *k_TGC.stride()[:2],
+        *v_TGC.stride()[:2],
+        *dout_THC.stride()[:2],
+        H=heads,
+        R=heads // k_TGC.shape[1],
+        C=channels,
+        QUERIES=tiling.block,
+        KEYS=tiling.step,
+        WINDOWED=window is not None,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    return dq_THC
+
+
+class VarlenAttention(torch.autograd.Function):
+    """Causal attention within packed sequences, its forward by PyTorch and its gradient by the kernels above."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THC: torch.Tensor,
+        k_TGC: torch.Tensor,
+        v_TGC: torch.Tensor,
+        bounds: torch.Tensor,
+        longest: int,
+        scale: float,
+        window: int | None,
+        key_tiles_N3: torch.Tensor,
+        query_tiles_N3: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend; the tables are those of `tiles`, for `keys_tiling` and for `queries_tiling`."""
+        out_THC, lse_HT = flash(q_THC, k_TGC, v_TGC, bounds, longest, scale, window)[:2]
+        ctx.save_for_backward(q_THC, k_TGC, v_TGC, out_THC, lse_HT, key_tiles_N3, query_tiles_N3)
+        ctx.scale, ctx.window = scale, window
+        return out_THC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """By queries, keys and values."""
+        q, k, v, out, lse, key_tiles, query_tiles = ctx.saved_tensors
+        given = (ctx.scale, ctx.window)
+        return *gradients(grads[0], (q, k, v), out, lse, key_tiles, query_tiles, *given), *[None] * 6
+
+
+def gradients(
+    dout_THC: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out_THC: torch.Tensor,
+    lse_HT: torch.Tensor,
+    key_tiles_N3: torch.Tensor,
+    query_tiles_N3: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of queries, keys and values."""
+    channels = out_THC.shape[2]
+    dout_THC = dout_THC.contiguous()
+    numbers = row_numbers(dout_THC, out_THC, lse_HT)
+    tiling = keys_tiling(channels)
+    dk_TGC, dv_TGC = keys_gradient(qkv, dout_THC, numbers, key_tiles_N3, scale, window, tiling)
+    tiling = queries_tiling(channels)
+    return queries_gradient(qkv, dout_THC, numbers, query_tiles_N3, scale, window, tiling), dk_TGC, dv_TGC
