@@ -37,11 +37,11 @@ class Tiling(NamedTuple):
     """Tokens of the other side that it takes at once."""
     warps: int
     stages: int
-    """How many steps are in shared memory at a time."""
+    """How many steps are in shared memory at a time; a step is loaded while another is computed from three on."""
 
 
 KEYS = {128: Tiling(128, 64, 8, 3), 64: Tiling(128, 64, 8, 3)}
-QUERIES = {128: Tiling(128, 128, 8, 2), 64: Tiling(128, 64, 8, 3)}
+QUERIES = {128: Tiling(128, 64, 8, 3), 64: Tiling(128, 64, 8, 3)}
 """By head size; for others `SMALL`."""
 SMALL = Tiling(128, 64, 4, 2)
 
@@ -96,25 +96,25 @@ def _row_numbers(ptr, first, end, outside, BLOCK: tl.constexpr):  # type: ignore
     return tl.where(row < end - first, numbers, outside)
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "heads"])  # type: ignore[untyped-decorator]
 def _delta(  # type: ignore[no-untyped-def]
     out_ptr,
     dout_ptr,
     lse_ptr,
     numbers_ptr,
     tokens,
+    heads,
     out_row,
     out_head,
     dout_row,
     dout_head,
-    H: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):
     """For each head and token, the log-sum-exp to base two, and the sum of output times its gradient."""
-    head = (tl.program_id(0) % H).to(tl.int64)
-    first = tl.program_id(0) // H * BLOCK
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    first = tl.program_id(0) // heads * BLOCK
     row = first + tl.arange(0, BLOCK)
     out = _rows(out_ptr + head * out_head, first, tokens, out_row, BLOCK, C).to(tl.float32)
     dout = _rows(dout_ptr + head * dout_head, first, tokens, dout_row, BLOCK, C).to(tl.float32)
@@ -122,7 +122,7 @@ def _delta(  # type: ignore[no-untyped-def]
     at = head * tokens + row
     lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
     tl.store(numbers_ptr + at, lse * LOG2_E, mask=inside)
-    tl.store(numbers_ptr + tokens.to(tl.int64) * H + at, tl.sum(out * dout, 1), mask=inside)
+    tl.store(numbers_ptr + tokens.to(tl.int64) * heads + at, tl.sum(out * dout, 1), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -167,7 +167,7 @@ def _keys_step(  # type: ignore[no-untyped-def]
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["tokens", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "groups", "shared", "window"])  # type: ignore[untyped-decorator]
 def _keys_gradient(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -178,6 +178,8 @@ def _keys_gradient(  # type: ignore[no-untyped-def]
     dk_ptr,
     dv_ptr,
     tokens,
+    groups,
+    shared,
     scale,
     base_two_scale,
     window,
@@ -189,33 +191,31 @@ def _keys_gradient(  # type: ignore[no-untyped-def]
     v_head,
     dout_row,
     dout_head,
-    G: tl.constexpr,
-    R: tl.constexpr,
     C: tl.constexpr,
     KEYS: tl.constexpr,
     QUERIES: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
     """A tile of keys of one head, and of their values: over the queries from there on of the heads that share them."""
-    group = (tl.program_id(0) % G).to(tl.int64)
-    tile = tiles_ptr + tl.program_id(0) // G * 3
+    group = (tl.program_id(0) % groups).to(tl.int64)
+    tile = tiles_ptr + tl.program_id(0) // groups * 3
     end = tl.load(tile + 1)
     start = tl.load(tile + 2)
     k = _rows(k_ptr + group * k_head, start, end, k_row, KEYS, C)
     v = _rows(v_ptr + group * v_head, start, end, v_row, KEYS, C)
     dk = tl.zeros([KEYS, C], tl.float32)
     dv = tl.zeros([KEYS, C], tl.float32)
-    head = group * R
+    head = group * shared
     q_ptr += head * q_head
     dout_ptr += head * dout_head
     lse_ptr = numbers_ptr + head * tokens
-    delta_ptr = lse_ptr + tokens.to(tl.int64) * (G * R)
+    delta_ptr = lse_ptr + tokens.to(tl.int64) * (groups * shared)
     # The heads are part of one loop, which is then long enough to keep its loads ahead.
     if WINDOWED:
         near = tl.cdiv(tl.minimum(end - start, KEYS - 1 + window), QUERIES)
     else:
         near = tl.cdiv(tl.minimum(end - start, KEYS), QUERIES)
-    for n in range(near * R):
+    for n in range(near * shared):
         r = (n // near).to(tl.int64)
         dk, dv = _keys_step(
             dk,
@@ -242,7 +242,7 @@ def _keys_gradient(  # type: ignore[no-untyped-def]
     if not WINDOWED:
         beyond = start + tl.cdiv(KEYS, QUERIES) * QUERIES
         far = tl.cdiv(tl.maximum(end - beyond, 0), QUERIES)
-        for n in range(far * R):
+        for n in range(far * shared):
             r = (n // far).to(tl.int64)
             dk, dv = _keys_step(
                 dk,
@@ -267,8 +267,8 @@ def _keys_gradient(  # type: ignore[no-untyped-def]
                 False,
             )
     row = tl.arange(0, KEYS)
-    base = start.to(tl.int64) * (G * C) + group * C
-    at = base + row[:, None] * (G * C) + tl.arange(0, C)[None, :]
+    base = start.to(tl.int64) * (groups * C) + group * C
+    at = base + row[:, None] * (groups * C) + tl.arange(0, C)[None, :]
     inside = (row < end - start)[:, None]
     tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=inside)
     tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
@@ -310,7 +310,7 @@ def _queries_step(  # type: ignore[no-untyped-def]
     return tl.dot(dscores.to(k.dtype), k, dq)
 
 
-@triton.jit(do_not_specialize=["tokens", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "heads", "shared", "window"])  # type: ignore[untyped-decorator]
 def _queries_gradient(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -320,6 +320,8 @@ def _queries_gradient(  # type: ignore[no-untyped-def]
     tiles_ptr,
     dq_ptr,
     tokens,
+    heads,
+    shared,
     scale,
     base_two_scale,
     window,
@@ -331,16 +333,14 @@ def _queries_gradient(  # type: ignore[no-untyped-def]
     v_head,
     dout_row,
     dout_head,
-    H: tl.constexpr,
-    R: tl.constexpr,
     C: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
     """A tile of queries of one head: over the keys up to there."""
-    head = (tl.program_id(0) % H).to(tl.int64)
-    tile = tiles_ptr + tl.program_id(0) // H * 3
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    tile = tiles_ptr + tl.program_id(0) // heads * 3
     begin = tl.load(tile)
     end = tl.load(tile + 1)
     start = tl.load(tile + 2)
@@ -348,9 +348,9 @@ def _queries_gradient(  # type: ignore[no-untyped-def]
     dout = _rows(dout_ptr + head * dout_head, start, end, dout_row, QUERIES, C)
     lse_ptr = numbers_ptr + head * tokens
     lse = _row_numbers(lse_ptr, start, end, float("inf"), QUERIES)
-    delta = _row_numbers(lse_ptr + tokens.to(tl.int64) * H, start, end, 0.0, QUERIES)
-    k_ptr += head // R * k_head
-    v_ptr += head // R * v_head
+    delta = _row_numbers(lse_ptr + tokens.to(tl.int64) * heads, start, end, 0.0, QUERIES)
+    k_ptr += head // shared * k_head
+    v_ptr += head // shared * v_head
     dq = tl.zeros([QUERIES, C], tl.float32)
     if WINDOWED:
         near = tl.maximum(begin, start - window + 1)
@@ -402,8 +402,8 @@ def _queries_gradient(  # type: ignore[no-untyped-def]
             WINDOWED,
         )
     row = tl.arange(0, QUERIES)
-    base = start.to(tl.int64) * (H * C) + head * C
-    at = base + row[:, None] * (H * C) + tl.arange(0, C)[None, :]
+    base = start.to(tl.int64) * (heads * C) + head * C
+    at = base + row[:, None] * (heads * C) + tl.arange(0, C)[None, :]
     tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(row < end - start)[:, None])
 
 
@@ -417,9 +417,9 @@ def row_numbers(dout_THC: torch.Tensor, out_THC: torch.Tensor, lse_HT: torch.Ten
         lse_HT,
         numbers,
         tokens,
+        heads,
         *out_THC.stride()[:2],
         *dout_THC.stride()[:2],
-        H=heads,
         C=channels,
         BLOCK=DELTA_BLOCK,
         LOG2_E=LOG2_E,
@@ -452,6 +452,8 @@ def keys_gradient(
         dk_TGC,
         dv_TGC,
         tokens,
+        groups,
+        heads // groups,
         scale,
         scale * LOG2_E,
         window or 0,
@@ -459,8 +461,6 @@ def keys_gradient(
         *k_TGC.stride()[:2],
         *v_TGC.stride()[:2],
         *dout_THC.stride()[:2],
-        G=groups,
-        R=heads // groups,
         C=channels,
         KEYS=tiling.block,
         QUERIES=tiling.step,
@@ -493,6 +493,8 @@ def queries_gradient(
         tiles_N3,
         dq_THC,
         tokens,
+        heads,
+        heads // k_TGC.shape[1],
         scale,
         scale * LOG2_E,
         window or 0,
@@ -500,8 +502,6 @@ def queries_gradient(
         *k_TGC.stride()[:2],
         *v_TGC.stride()[:2],
         *dout_THC.stride()[:2],
-        H=heads,
-        R=heads // k_TGC.shape[1],
         C=channels,
         QUERIES=tiling.block,
         KEYS=tiling.step,
