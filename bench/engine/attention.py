@@ -20,7 +20,6 @@ import torch
 
 from tinkex.engine.attention import flash
 from tinkex.engine.flash_kernel import (
-    LOG2_E,
     Tiling,
     gradients,
     keys_gradient,
@@ -31,8 +30,8 @@ from tinkex.engine.flash_kernel import (
     tiles,
 )
 
-KEYS = ["128x64x8x3", "64x64x4x2", "128x64x8x2", "128x64x8x4", "128x32x8x4", "64x32x4x3"]
-QUERIES = ["128x64x8x3", "64x64x4x2", "128x64x8x4", "128x128x8x2", "128x64x8x2", "64x64x4x3"]
+KEYS = ["128x64x8x3", "64x32x4x3", "128x64x8x2", "64x64x4x2", "128x64x8x4", "128x32x8x4"]
+QUERIES = ["128x64x8x3", "64x64x4x2", "128x64x8x4", "128x128x8x2", "64x32x4x3", "64x32x4x2"]
 DEVICE = torch.device("cuda")
 
 
@@ -111,7 +110,6 @@ def main() -> None:
     dq, dk, dv = theirs()
     tell("PyTorch's backward", milliseconds(theirs, given.rounds), 5)
     numbers = row_numbers(dout, out, lse)
-    assert torch.allclose(numbers[0], lse * LOG2_E)
     took = milliseconds(partial(row_numbers, dout, out, lse), given.rounds)
     print(f"sums of rows: {took:.3f} ms", flush=True)
 

@@ -43,7 +43,7 @@ class Tiling(NamedTuple):
 KEYS = {128: Tiling(128, 64, 8, 3), 64: Tiling(128, 64, 8, 3)}
 QUERIES = {128: Tiling(128, 64, 8, 3), 64: Tiling(128, 64, 8, 3)}
 """By head size; for others `SMALL`."""
-SMALL = Tiling(128, 64, 4, 2)
+SMALL = Tiling(64, 64, 4, 3)
 
 
 def fits(channels: int) -> bool:
@@ -81,19 +81,34 @@ def tiles(lengths: Sequence[int], block: int, device: torch.device, *, of_keys: 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rows(ptr, first, end, stride, BLOCK: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rows(  # type: ignore[no-untyped-def]
+    ptr, first, end, stride, BLOCK: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr
+):
     """A block of tokens; beyond the sequence its last one, which can be read without a mask and is never used."""
-    row = tl.minimum(tl.arange(0, BLOCK), end - 1 - first)
+    row = tl.arange(0, BLOCK)
+    if not WHOLE:
+        row = tl.minimum(row, end - 1 - first)
     at = row[:, None] * stride + tl.arange(0, C)[None, :]
     return tl.load(ptr + first.to(tl.int64) * stride + at)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_numbers(ptr, first, end, outside, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A number for each token of a block, and `outside` beyond the sequence."""
+def _row_numbers(  # type: ignore[no-untyped-def]
+    ptr, first, end, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+):
+    """The two numbers of each token of a block, read as one.
+
+    Beyond the sequence the first is infinite: weights, which are divided by its power, are then none.
+    """
     row = tl.arange(0, BLOCK)
-    numbers = tl.load(ptr + first + tl.minimum(row, end - 1 - first))
-    return tl.where(row < end - first, numbers, outside)
+    at = row
+    if not WHOLE:
+        at = tl.minimum(row, end - 1 - first)
+    both = tl.load(ptr + first + at)
+    lse = both.to(tl.int32).to(tl.float32, bitcast=True)
+    if not WHOLE:
+        lse = tl.where(row < end - first, lse, float("inf"))
+    return lse, (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads"])  # type: ignore[untyped-decorator]
@@ -116,13 +131,13 @@ def _delta(  # type: ignore[no-untyped-def]
     head = (tl.program_id(0) % heads).to(tl.int64)
     first = tl.program_id(0) // heads * BLOCK
     row = first + tl.arange(0, BLOCK)
-    out = _rows(out_ptr + head * out_head, first, tokens, out_row, BLOCK, C).to(tl.float32)
-    dout = _rows(dout_ptr + head * dout_head, first, tokens, dout_row, BLOCK, C).to(tl.float32)
+    out = _rows(out_ptr + head * out_head, first, tokens, out_row, BLOCK, C, False).to(tl.float32)
+    dout = _rows(dout_ptr + head * dout_head, first, tokens, dout_row, BLOCK, C, False).to(tl.float32)
     inside = row < tokens
     at = head * tokens + row
     lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
-    tl.store(numbers_ptr + at, lse * LOG2_E, mask=inside)
-    tl.store(numbers_ptr + tokens.to(tl.int64) * heads + at, tl.sum(out * dout, 1), mask=inside)
+    tl.store(numbers_ptr + 2 * at, lse * LOG2_E, mask=inside)
+    tl.store(numbers_ptr + 2 * at + 1, tl.sum(out * dout, 1), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -133,8 +148,7 @@ def _keys_step(  # type: ignore[no-untyped-def]
     v,
     q_ptr,
     dout_ptr,
-    lse_ptr,
-    delta_ptr,
+    numbers_ptr,
     key_first,
     first,
     end,
@@ -149,19 +163,18 @@ def _keys_step(  # type: ignore[no-untyped-def]
     WINDOWED: tl.constexpr,
 ):
     """Add what a block of queries of one head gives to a tile of keys."""
-    q = _rows(q_ptr, first, end, q_row, QUERIES, C)
-    # Queries beyond the sequence have no weights, for all they would be divided by is infinite.
-    lse = _row_numbers(lse_ptr, first, end, float("inf"), QUERIES)
+    q = _rows(q_ptr, first, end, q_row, QUERIES, C, not MASKED)
+    lse, delta = _row_numbers(numbers_ptr, first, end, QUERIES, not MASKED)
     weights = tl.math.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
     if MASKED:
-        back = (first + tl.arange(0, QUERIES))[None, :] - (key_first + tl.arange(0, KEYS))[:, None]
-        seen = back >= 0
+        query = tl.arange(0, QUERIES)[None, :]
+        key = (key_first - first + tl.arange(0, KEYS))[:, None]
+        seen = query >= key
         if WINDOWED:
-            seen = seen & (back < window)
+            seen = seen & (query < key + window)
         weights = tl.where(seen, weights, 0.0)
-    dout = _rows(dout_ptr, first, end, dout_row, QUERIES, C)
+    dout = _rows(dout_ptr, first, end, dout_row, QUERIES, C, not MASKED)
     dv = tl.dot(weights.to(dout.dtype), dout, dv)
-    delta = _row_numbers(delta_ptr, first, end, 0.0, QUERIES)
     dscores = weights * (tl.dot(v, tl.trans(dout)) - delta[None, :])
     dk = tl.dot(dscores.to(q.dtype), q, dk)
     return dk, dv
@@ -201,22 +214,26 @@ def _keys_gradient(  # type: ignore[no-untyped-def]
     tile = tiles_ptr + tl.program_id(0) // groups * 3
     end = tl.load(tile + 1)
     start = tl.load(tile + 2)
-    k = _rows(k_ptr + group * k_head, start, end, k_row, KEYS, C)
-    v = _rows(v_ptr + group * v_head, start, end, v_row, KEYS, C)
+    k = _rows(k_ptr + group * k_head, start, end, k_row, KEYS, C, False)
+    v = _rows(v_ptr + group * v_head, start, end, v_row, KEYS, C, False)
     dk = tl.zeros([KEYS, C], tl.float32)
     dv = tl.zeros([KEYS, C], tl.float32)
     head = group * shared
     q_ptr += head * q_head
     dout_ptr += head * dout_head
-    lse_ptr = numbers_ptr + head * tokens
-    delta_ptr = lse_ptr + tokens.to(tl.int64) * (groups * shared)
-    # The heads are part of one loop, which is then long enough to keep its loads ahead.
+    numbers_ptr += head * tokens
+    # The blocks that need a mask: those beside the tile itself, and one that goes beyond the sequence. The heads are
+    # part of one loop, which is then long enough to keep its loads ahead.
     if WINDOWED:
-        near = tl.cdiv(tl.minimum(end - start, KEYS - 1 + window), QUERIES)
+        beside = tl.cdiv(tl.minimum(end - start, KEYS - 1 + window), QUERIES)
+        near = beside
     else:
-        near = tl.cdiv(tl.minimum(end - start, KEYS), QUERIES)
+        beside = tl.cdiv(tl.minimum(end - start, KEYS), QUERIES)
+        near = tl.minimum(beside + ((end - start) % QUERIES != 0), tl.cdiv(end - start, QUERIES))
+    far = (end - start) // QUERIES - beside
     for n in range(near * shared):
         r = (n // near).to(tl.int64)
+        block = n % near
         dk, dv = _keys_step(
             dk,
             dv,
@@ -224,10 +241,9 @@ def _keys_gradient(  # type: ignore[no-untyped-def]
             v,
             q_ptr + r * q_head,
             dout_ptr + r * dout_head,
-            lse_ptr + r * tokens,
-            delta_ptr + r * tokens,
+            numbers_ptr + r * tokens,
             start,
-            start + n % near * QUERIES,
+            start + (block + tl.where(block < beside, 0, far)) * QUERIES,
             end,
             q_row,
             dout_row,
@@ -240,8 +256,6 @@ def _keys_gradient(  # type: ignore[no-untyped-def]
             WINDOWED,
         )
     if not WINDOWED:
-        beyond = start + tl.cdiv(KEYS, QUERIES) * QUERIES
-        far = tl.cdiv(tl.maximum(end - beyond, 0), QUERIES)
         for n in range(far * shared):
             r = (n // far).to(tl.int64)
             dk, dv = _keys_step(
@@ -251,10 +265,9 @@ def _keys_gradient(  # type: ignore[no-untyped-def]
                 v,
                 q_ptr + r * q_head,
                 dout_ptr + r * dout_head,
-                lse_ptr + r * tokens,
-                delta_ptr + r * tokens,
+                numbers_ptr + r * tokens,
                 start,
-                beyond + n % far * QUERIES,
+                start + (beside + n % far) * QUERIES,
                 end,
                 q_row,
                 dout_row,
@@ -297,14 +310,15 @@ def _queries_step(  # type: ignore[no-untyped-def]
     WINDOWED: tl.constexpr,
 ):
     """Add what a block of keys gives to a tile of queries."""
-    k = _rows(k_ptr, first, end, k_row, KEYS, C)
-    v = _rows(v_ptr, first, end, v_row, KEYS, C)
+    k = _rows(k_ptr, first, end, k_row, KEYS, C, not MASKED)
+    v = _rows(v_ptr, first, end, v_row, KEYS, C, not MASKED)
     weights = tl.math.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
     if MASKED:
-        back = (query_first + tl.arange(0, QUERIES))[:, None] - (first + tl.arange(0, KEYS))[None, :]
-        seen = back >= 0
+        query = (query_first - first + tl.arange(0, QUERIES))[:, None]
+        key = tl.arange(0, KEYS)[None, :]
+        seen = query >= key
         if WINDOWED:
-            seen = seen & (back < window)
+            seen = seen & (query < key + window)
         weights = tl.where(seen, weights, 0.0)
     dscores = weights * (tl.dot(dout, tl.trans(v)) - delta[:, None])
     return tl.dot(dscores.to(k.dtype), k, dq)
@@ -344,11 +358,9 @@ def _queries_gradient(  # type: ignore[no-untyped-def]
     begin = tl.load(tile)
     end = tl.load(tile + 1)
     start = tl.load(tile + 2)
-    q = _rows(q_ptr + head * q_head, start, end, q_row, QUERIES, C)
-    dout = _rows(dout_ptr + head * dout_head, start, end, dout_row, QUERIES, C)
-    lse_ptr = numbers_ptr + head * tokens
-    lse = _row_numbers(lse_ptr, start, end, float("inf"), QUERIES)
-    delta = _row_numbers(lse_ptr + tokens.to(tl.int64) * heads, start, end, 0.0, QUERIES)
+    q = _rows(q_ptr + head * q_head, start, end, q_row, QUERIES, C, False)
+    dout = _rows(dout_ptr + head * dout_head, start, end, dout_row, QUERIES, C, False)
+    lse, delta = _row_numbers(numbers_ptr + head * tokens, start, end, QUERIES, False)
     k_ptr += head // shared * k_head
     v_ptr += head // shared * v_head
     dq = tl.zeros([QUERIES, C], tl.float32)
@@ -408,14 +420,14 @@ def _queries_gradient(  # type: ignore[no-untyped-def]
 
 
 def row_numbers(dout_THC: torch.Tensor, out_THC: torch.Tensor, lse_HT: torch.Tensor) -> torch.Tensor:
-    """What both gradients need of each query, `[2, H, T]`: its log-sum-exp to base two, and its delta."""
+    """What both gradients need of each query: its log-sum-exp to base two, and its delta, two floats in 64 bits."""
     tokens, heads, channels = out_THC.shape
-    numbers = lse_HT.new_empty(2, heads, tokens)
+    numbers_HT2 = lse_HT.new_empty(heads, tokens, 2)
     _delta[(triton.cdiv(tokens, DELTA_BLOCK) * heads,)](
         out_THC,
         dout_THC,
         lse_HT,
-        numbers,
+        numbers_HT2,
         tokens,
         heads,
         *out_THC.stride()[:2],
@@ -425,13 +437,13 @@ def row_numbers(dout_THC: torch.Tensor, out_THC: torch.Tensor, lse_HT: torch.Ten
         LOG2_E=LOG2_E,
         num_warps=4,
     )
-    return numbers
+    return numbers_HT2.view(torch.int64)[..., 0]
 
 
 def keys_gradient(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     dout_THC: torch.Tensor,
-    numbers_2HT: torch.Tensor,
+    numbers_HT: torch.Tensor,
     tiles_N3: torch.Tensor,
     scale: float,
     window: int | None,
@@ -447,7 +459,7 @@ def keys_gradient(
         k_TGC,
         v_TGC,
         dout_THC,
-        numbers_2HT,
+        numbers_HT,
         tiles_N3,
         dk_TGC,
         dv_TGC,
@@ -474,7 +486,7 @@ def keys_gradient(
 def queries_gradient(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     dout_THC: torch.Tensor,
-    numbers_2HT: torch.Tensor,
+    numbers_HT: torch.Tensor,
     tiles_N3: torch.Tensor,
     scale: float,
     window: int | None,
@@ -489,7 +501,7 @@ def queries_gradient(
         k_TGC,
         v_TGC,
         dout_THC,
-        numbers_2HT,
+        numbers_HT,
         tiles_N3,
         dq_THC,
         tokens,
