@@ -4,7 +4,7 @@ PyTorch computes forward, and its log-sum-exp of the scores makes the weights ag
 of queries, of one sequence and goes over all that it meets on the other side; the keys' gradient adds up the query
 heads of a group in registers. Nothing is added up in memory, so the same numbers give the same bits.
 
-Axes: T packed tokens, H query heads, G key/value heads, R query heads of a group, C channels, N tiles.
+Axes: T packed tokens, H query heads, G key/value heads, C channels, N tiles.
 """
 
 from __future__ import annotations
