@@ -9,6 +9,8 @@ of G), C channels of a head.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +28,10 @@ SHORT = 64
 """Sequences up to this length are attended by plain products on a CPU (measured: the fused kernel wins beyond)."""
 BLOCK = 512
 """How many queries of a sequence are attended at once where a mask has to be written out."""
+GRADIENT_ERROR = 0.02
+"""How far our gradient may be from PyTorch's, as a share of it: both round to 16 bits on the way."""
+
+logger = logging.getLogger("tinkex.engine")
 
 
 def visible(queries: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
@@ -145,9 +151,9 @@ class PackedAttention:
         self._runs, self._rules = runs, rules
         self._longest = max(length for _, length in runs)
         self._bounds: torch.Tensor | None = None
+        self._tiles: dict[tuple[int, bool], torch.Tensor] = {}
         if torch.device(device).type == "cuda":
-            lengths = [length for count, length in runs for _ in range(count)]
-            self._bounds = to_device(np.cumsum([0, *lengths]), torch.device(device), torch.int32)
+            self._bounds = to_device(np.cumsum([0, *self._lengths()]), torch.device(device), torch.int32)
 
     def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
         """Attend, by the layer's rule."""
@@ -164,11 +170,109 @@ class PackedAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         longest = self._longest
-        window = None if rule.window is None else rule.window - 1
-        mixed: torch.Tensor = torch.ops.aten._flash_attention_forward(
-            *(q, k, v, bounds, bounds, longest, longest, 0.0, True, False),
-            scale=rule.scale,
-            window_size_left=window,
-            window_size_right=None if window is None else 0,
-        )[0]
+        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        # A single token has no scores to learn from, and what PyTorch returns for it is laid out differently.
+        if (
+            learns
+            and longest > 1
+            and (kernels := _gradient_kernels(*_heads(q, k), rule.window is not None)) is not None
+        ):
+            channels = q.shape[2]
+            mixed: torch.Tensor = kernels.VarlenAttention.apply(
+                *(q, k, v, bounds, longest, rule.scale, rule.window),
+                self._tiles_of(kernels, kernels.keys_tiling(channels).block, of_keys=True),
+                self._tiles_of(kernels, kernels.queries_tiling(channels).block, of_keys=False),
+            )
+        else:
+            mixed = flash(q, k, v, bounds, longest, rule.scale, rule.window)[0]
         return mixed.flatten(1)
+
+    def _tiles_of(self, kernels: Any, block: int, *, of_keys: bool) -> torch.Tensor:
+        """The same for all layers."""
+        found = self._tiles.get((block, of_keys))
+        if found is None:
+            assert self._bounds is not None
+            found = kernels.tiles(self._lengths(), block, self._bounds.device, of_keys=of_keys)
+            self._tiles[block, of_keys] = found
+        return found
+
+    def _lengths(self) -> list[int]:
+        return [length for count, length in self._runs for _ in range(count)]
+
+
+def flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+) -> Sequence[torch.Tensor]:
+    """PyTorch's kernel for packed sequences: output, log-sum-exp, and what its own backward wants besides."""
+    parts: Sequence[torch.Tensor] = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, bounds, bounds, longest, longest, 0.0, True, False), scale=scale, **_sides(window)
+    )
+    return parts
+
+
+def _sides(window: int | None) -> dict[str, int | None]:
+    """How far a query sees to either side, besides itself."""
+    return {
+        "window_size_left": None if window is None else window - 1,
+        "window_size_right": None if window is None else 0,
+    }
+
+
+def _heads(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, torch.dtype, torch.device]:
+    return q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device
+
+
+@functools.cache
+def _gradient_kernels(
+    heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device, windowed: bool
+) -> Any:
+    """Our kernels for attention's gradient, if Triton is here and they give what PyTorch's own give on such heads."""
+    try:
+        from tinkex.engine import flash_kernel
+
+        if not flash_kernel.fits(channels):
+            return None
+        error = _gradient_error(flash_kernel, heads, groups, channels, dtype, device, windowed)
+    except Exception as reason:  # no Triton, no compiler, no such chip: all that matters is that there is another way
+        logger.warning("training goes without its attention kernels, and is slower: %s", reason)
+        return None
+    if not error < GRADIENT_ERROR:
+        logger.warning("training goes without its attention kernels, which are off by %s here", error)
+        return None
+    return flash_kernel
+
+
+def _gradient_error(
+    kernels: Any, heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device, windowed: bool
+) -> float:
+    """How far the kernels' gradients are from PyTorch's, as a share, for a few sequences.
+
+    Without autograd, whose hooks belong to whoever computes the layer around this.
+    """
+    lengths, window, scale = [300, 1, 65, 128, 7], 50 if windowed else None, channels**-0.5
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        q, k, v, d_out = (
+            torch.empty(sum(lengths), count, channels, dtype=dtype, device=device).normal_(generator=generator)
+            for count in (heads, groups, groups, heads)
+        )
+        bounds = to_device(np.cumsum([0, *lengths]), device, torch.int32)
+        out, lse, *state = flash(q, k, v, bounds, max(lengths), scale, window)
+        if lse.shape != (heads, sum(lengths)) or lse.dtype != torch.float32:
+            raise ValueError(f"the log-sum-exp of PyTorch's kernel is laid out as {tuple(lse.shape)}")
+        expected = torch.ops.aten._flash_attention_backward(
+            *(d_out, q, k, v, out, lse, bounds, bounds, max(lengths), max(lengths), 0.0, True, *state[:2]),
+            scale=scale,
+            **_sides(window),
+        )
+        key_tiles = kernels.tiles(lengths, kernels.keys_tiling(channels).block, device, of_keys=True)
+        query_tiles = kernels.tiles(lengths, kernels.queries_tiling(channels).block, device, of_keys=False)
+        got = kernels.gradients(d_out, (q, k, v), out, lse, key_tiles, query_tiles, scale, window)
+        errors = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(got, expected, strict=True)]
+        return float(torch.stack(errors).max())

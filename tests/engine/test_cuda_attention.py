@@ -1,0 +1,88 @@
+"""The kernels for attention's gradient, against plain attention in float32. Skipped where there is no accelerator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tinkex.engine import attention
+from tinkex.engine.attention import PackedAttention, attend, visible
+from tinkex.engine.config import AttentionRule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator")
+
+LENGTHS = [[1, 7, 64, 65, 127, 128, 129, 300], [300, 129, 1, 1], [128], [2]]
+NEAR = 0.02
+"""As a share of the gradient: weights and their gradients are rounded to bfloat16 on the way."""
+
+
+def random(*size: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*size, device="cuda", generator=generator).to(torch.bfloat16)
+
+
+def plain(lengths: Sequence[int], rule: AttentionRule, *qkv: torch.Tensor) -> torch.Tensor:
+    mixed = []
+    for q, k, v in zip(*(torch.split(x, list(lengths)) for x in qkv), strict=True):
+        at = torch.arange(q.shape[0], device=q.device)
+        mixed.append(attend(q[None], k[None], v[None], visible(at, at, rule), rule)[0])
+    return torch.cat(mixed)
+
+
+def gradients(
+    lengths: Sequence[int], rule: AttentionRule, qkv: Sequence[torch.Tensor], grad: torch.Tensor
+) -> list[torch.Tensor]:
+    packed = PackedAttention([(1, length) for length in lengths], [rule], "cuda")
+    out = packed(0, *qkv)
+    assert "VarlenAttention" in type(out.grad_fn.next_functions[0][0]).__name__  # type: ignore[union-attr]
+    return list(torch.autograd.grad(out, qkv, grad))
+
+
+def check(
+    lengths: Sequence[int], heads: int, groups: int, channels: int, window: int | None, *, strided: bool = False
+) -> None:
+    rule = AttentionRule(scale=channels**-0.5, window=window, softcap=None)
+    tokens, sizes = sum(lengths), [heads, groups, groups]
+    projected = random(tokens, sum(sizes), channels, seed=1)
+    qkv = [x if strided else x.contiguous() for x in torch.split(projected, sizes, dim=1)]
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    assert qkv[0].is_contiguous() != strided or tokens == 1
+    grad = random(tokens, heads * channels, seed=2)
+    exact = [x.detach().float().requires_grad_() for x in qkv]
+    expected = torch.autograd.grad(plain(lengths, rule, *exact), exact, grad.float())
+    got = gradients(lengths, rule, qkv, grad)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.dtype == torch.bfloat16
+        start = 0
+        for length in lengths:  # each by itself, so that none can be wrong behind the others
+            a, b = ours[start : start + length].float(), theirs[start : start + length]
+            start += length
+            # A lone token's gradient by queries and keys is zero, but for rounding.
+            assert float((a - b).norm()) < NEAR * float(b.norm()) + 0.02 * b.numel() ** 0.5 * (length == 1)
+    again = gradients(lengths, rule, qkv, grad)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("channels", [16, 64, 128])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (8, 2), (9, 3)])
+def test_gradients_are_those_of_plain_attention(heads: int, groups: int, channels: int, window: int | None) -> None:
+    for lengths in LENGTHS:
+        check(lengths, heads, groups, channels, window)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_heads_may_lie_within_one_projection(window: int | None) -> None:
+    check(LENGTHS[0], 8, 2, 128, window, strided=True)
+
+
+@pytest.mark.parametrize("channels", [8, 96, 256])
+def test_heads_of_other_sizes_are_left_to_pytorch(channels: int) -> None:
+    heads = (4, 2, channels, torch.bfloat16, torch.device("cuda"), False)
+    assert attention._gradient_kernels(*heads) is None
