@@ -24,6 +24,7 @@ from tinkex.server.journal import encode as encode_entry
 from tinkex.server.promises import JUST_READ, Left, Promise, Target
 from tinkex.server.results import encode
 from tinkex.server.state import CARRY_ON, Call, LiveRun, Queued, Refusal, State
+from tinkex.server.usage import watch
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import UnloadModelResponse, UntypedAPIFuture
 
@@ -112,8 +113,14 @@ async def take_sample(
     state.samples.setdefault(promise.session_id, {})[promise.request_id] = call.number
     drawing = asyncio.ensure_future(draw(call.seed))
     state.promises.keep(drawing)
+
+    def begin() -> None:
+        if not call.is_replayed:
+            watch(state, call.op, call, promise.request_id)  # it may have been drawn, and end at once
+        state.promises.follow(promise, drawing)
+
     try:
-        await _taken(state, promise, journal, call.number, call, lambda: state.promises.follow(promise, drawing))
+        await _taken(state, promise, journal, call.number, call, begin)
     except Exception:  # it was not taken
         drawing.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody is to hear of
         state.worker.cancel(promise.request_id)
