@@ -25,10 +25,10 @@
 #define ROWS 12 /* of a tile at most: with two panels they fill 24 of the 32 registers */
 #elif defined(__AVX__)
 #define LANES 8
-#define ROWS 3
+#define ROWS 6
 #else
 #define LANES 4
-#define ROWS 3
+#define ROWS 6
 #endif
 #define VECTORS (PANEL / LANES)
 
@@ -97,13 +97,13 @@ typedef struct {
     float *cache; /* [layers, 2, blocks, block, G, C] */
 } Model;
 
-/* The factors of a linear layer: A of all parts stacked, a B for each, already scaled. A is NULL where there are none. */
+/* The factors of a linear layer: A of all parts stacked, a B for each, already scaled; A is NULL if there are none. */
 typedef struct {
     const float *a, *b[PARTS];
     int64_t rank;
 } Factors;
 
-/* Rows [start, stop) have an adapter: its factors are those of qkv, o, gate_up and down of every layer, then the head's. */
+/* Rows [start, stop) have an adapter, with factors for qkv, o, gate_up and down of every layer, then for the head. */
 typedef struct {
     int64_t start, stop;
     const Factors *factors;
@@ -113,7 +113,7 @@ typedef struct {
     int64_t rows, spans, width; /* width: of a row's table of blocks */
     const int64_t *tokens, *positions, *tables;
     const Span *span;
-    float *hidden, *logits; /* what the head reads, [rows, D], and what it makes of it, [rows, vocab]: either may be NULL */
+    float *hidden, *logits; /* what the head reads, [rows, D], and what it makes of it, [rows, vocab]; or NULL */
 } Step;
 
 /* --- The team -------------------------------------------------------------------------------------------------- */
@@ -218,8 +218,8 @@ Team *team_new(int threads) {
     return team;
 }
 
-/* What is worth a thread, in multiplications: a fifth of a millisecond or so. Threads that share less wait longer for each
- * other than they work, above all on a machine with other work. */
+/* What is worth a thread, in multiplications: a fifth of a millisecond or so. Threads that share less wait longer for
+ * each other than they work, above all on a machine with other work. */
 int64_t share = 4 << 20;
 
 /* Have as many threads do this as it is worth; the calling one is among them. */
@@ -323,9 +323,9 @@ static void multiply(
     int64_t rows, int panels, const float *x, int64_t stride, const float *const *weight, int64_t inputs,
     vec sums[ROWS][2][VECTORS]) {
     switch (rows) {
-        CASE(1) CASE(2) CASE(3)
-#if ROWS > 3
-        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if ROWS > 6
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
     }
 }
@@ -433,7 +433,8 @@ static void project(const Run *run, const Linear *linear, int64_t which, const f
             vec sums[ROWS][2][VECTORS];
             outputs_of(linear, places, panels, x, row, some, run->step, which, run->low, run->low_stride, sums);
             for (int64_t r = 0; r < some; r++)
-                for (int p = 0; p < panels; p++) put(y + (row + r) * stride + places[p].at, sums[r][p], places[p].width);
+                for (int p = 0; p < panels; p++)
+                    put(y + (row + r) * stride + places[p].at, sums[r][p], places[p].width);
         }
     }
     meet(run->team);
