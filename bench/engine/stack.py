@@ -121,6 +121,9 @@ def single(engine: TorchEngine, client: ServiceClient, rounds: int) -> SamplingC
     alone: list[float] = []
     whole: list[float] = []
     for _ in range(rounds):  # in turn, since machines have moods
+        time.sleep(
+            0.02
+        )  # the server's thread looks once more whether there is anything to do, and an engine has one thread
         texts = prompt(random, 16), prompt(random, 16)
         began = time.perf_counter()
         draw(engine, "alone", texts[0], params)
