@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine.conftest import VOCAB, WINDOW
 from engine.references import adapter_of, assert_near, gradients, randomise
 from tinkex.engine import ADAMW, DIMUON, EngineError, attention, run_pass, trainer
-from tinkex.engine.attention import PackedAttention, attend, causal, visible
+from tinkex.engine.attention import PackedAttention, attend, causal, trusted, visible
 from tinkex.engine.config import ARCHITECTURES, AttentionRule, DecoderConfig
 from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
 from tinkex.engine.torch_engine import TorchEngine
@@ -335,6 +335,25 @@ def test_attention_under_a_mask_is_what_whole_sequences_get(rule: AttentionRule)
     some = torch.stack([q[0, 3:5], q[1, 10:12]])
     mixed = attend(some, k, v, visible(at, torch.arange(12).expand(2, 12), rule), rule)
     torch.testing.assert_close(mixed, torch.stack([whole[0, 3:5], whole[1, 10:12]]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        (lambda: ("kernel", 0.001), None),
+        (lambda: (None, 0.0), None),
+        (lambda: ("kernel", 0.5), "decoding goes without its attention kernel, which is off by 0.5 here"),
+        (lambda: ("kernel", float("nan")), "decoding goes without its attention kernel, which is off by nan here"),
+        (lambda: 1 // 0, "decoding goes without its attention kernel, and is slower: integer division"),
+    ],
+    ids=["right", "none", "wrong", "not a number", "broken"],
+)
+def test_a_kernel_is_trusted_if_it_gives_what_the_plain_way_gives(
+    measured: Any, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel = trusted("decoding", measured, 0.03)
+    assert kernel == (measured()[0] if said is None else None)
+    assert (said in caplog.text) if said is not None else not caplog.records
 
 
 def test_other_architectures_are_refused_with_the_list(checkpoint: Checkpoint) -> None:

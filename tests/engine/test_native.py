@@ -26,12 +26,13 @@ from tinkex.engine.choices import choose
 from tinkex.engine.decoder import Lora
 from tinkex.engine.lora import Factors, Linear
 from tinkex.engine.native import decoding, library
-from tinkex.engine.native.decoding import NativeDecoding
+from tinkex.engine.native.decoding import NativeDecoding, NativeSteps
 from tinkex.engine.native.weights import Native, PackedLora, packed
 from tinkex.engine.openmp import usable_cores
 from tinkex.engine.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch_engine import TorchEngine
-from tinkex.types.sampling import SamplingParams
+from tinkex.types.inputs import ModelInput
+from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.types.tensors import Array
 from tinkex.types.training import LoraConfig
 
@@ -330,6 +331,29 @@ def test_dense_models_in_float32_go_this_way_and_others_do_not(checkpoint: Check
         sample(engine, [5, 6, 7], max_tokens=2, stop=[])
         ways[family, dtype] = type(runner_of(engine)._decoding).__name__
     assert list(ways.values()) == ["NativeDecoding", "SlabDecoding", "SlabDecoding"]
+
+
+def test_prompts_of_one_adapter_read_it_once(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside each other they are one span, whatever their number; the bare model's are none."""
+    engine.snapshot("a", "s")
+    engine.load_sampler("bare", "small", None)
+    spans: list[list[tuple[int, int]]] = []
+    original = NativeSteps._spans
+
+    def noted(self: NativeSteps, adapters: Any) -> Any:
+        found = original(self, adapters)
+        spans.append([(span.start, span.stop) for span in found])
+        return found
+
+    monkeypatch.setattr(NativeSteps, "_spans", noted)
+    for job, (sampler, size) in enumerate([("s", 5), ("bare", 3), ("s", 4), ("s", 7)]):
+        request = SampleRequest(
+            prompt=ModelInput.from_ints(range(3, 3 + size)), sampling_params=SamplingParams(max_tokens=2, stop=[])
+        )
+        engine.sample_start(f"job{job}", sampler, request, job)
+    while engine.sampling():
+        engine.sample_step()
+    assert spans == [[(3, 19)], [(1, 4)]]  # three prompts behind the bare model's, then a row of each
 
 
 def test_weights_too_large_to_be_kept_twice_are_not(engine: TorchEngine, sample: Sample) -> None:

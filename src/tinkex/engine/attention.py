@@ -22,7 +22,7 @@ from tinkex.engine.config import AttentionRule
 from tinkex.engine.copies import to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 SHORT = 64
 """Sequences up to this length are attended by plain products on a CPU (measured: the fused kernel wins beyond)."""
@@ -233,19 +233,31 @@ def _gradient_kernels(
     heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device, windowed: bool
 ) -> Any:
     """Our kernels for attention's gradient, if Triton is here and they give what PyTorch's own give on such heads."""
-    try:
+
+    def measured() -> tuple[Any, float]:
         from tinkex.engine import flash_kernel
 
         if not flash_kernel.fits(channels):
-            return None
-        error = _gradient_error(flash_kernel, heads, groups, channels, dtype, device, windowed)
+            return None, 0.0
+        return flash_kernel, _gradient_error(flash_kernel, heads, groups, channels, dtype, device, windowed)
+
+    return trusted("training", measured, GRADIENT_ERROR)
+
+
+def trusted(who: str, measured: Callable[[], tuple[Any, float]], most: float) -> Any:
+    """A kernel for attention that is off by no more than that on this device, else None: the plain way is always there.
+
+    Why it goes without is said aloud.
+    """
+    try:
+        kernel, error = measured()
     except Exception as reason:  # no Triton, no compiler, no such chip: all that matters is that there is another way
-        logger.warning("training goes without its attention kernels, and is slower: %s", reason)
+        logger.warning("%s goes without its attention kernel, and is slower: %s", who, reason)
         return None
-    if not error < GRADIENT_ERROR:
-        logger.warning("training goes without its attention kernels, which are off by %s here", error)
+    if not error < most:
+        logger.warning("%s goes without its attention kernel, which is off by %s here", who, error)
         return None
-    return flash_kernel
+    return kernel
 
 
 def _gradient_error(

@@ -127,6 +127,11 @@ class Decoder:
         return [*inner, self.head]
 
     @property
+    def is_dense(self) -> bool:
+        """Whether every token goes through all weights: no layer has experts."""
+        return all(isinstance(layer.mlp, Mlp) for layer in self.layers)
+
+    @property
     def attention(self) -> Sequence[AttentionRule]:
         """How each layer attends: for whoever passes an `Attend`."""
         return self.config.attention

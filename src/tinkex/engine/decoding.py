@@ -15,7 +15,6 @@ heads, G key/value heads, R query heads of a group times queries, C channels of 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from tinkex.engine.attention import attend, soft_cap, visible, widened
+from tinkex.engine.attention import attend, soft_cap, trusted, visible, widened
 from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for, zeros
 from tinkex.engine.config import AttentionRule
 from tinkex.engine.copies import mark, to_device
@@ -50,8 +49,6 @@ LEAST_RANKS = 32
 KERNEL_WIDTH = 16
 KERNEL_ERROR = 0.03
 """How far results of standard normal keys and values may lie apart, in bfloat16."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -98,6 +95,13 @@ def put(array: Array | Sequence[int] | Sequence[Sequence[int]], like: torch.Tens
 
 
 # --- Prefill -----------------------------------------------------------------------------------------------------
+
+
+class Prompts(Protocol):
+    """Runs pieces of prompts and leaves their keys and values in the pool."""
+
+    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """The hidden states of all positions of the pieces, in order, which has equal weights side by side."""
 
 
 class Prefill:
@@ -428,7 +432,7 @@ class StaticDecoding:
     @property
     def _captures(self) -> bool:
         """Whether passes are recorded; those of experts cannot be, for who gets which token is known only then."""
-        return self._pool.kv.device.type == "cuda" and all(x.sharers == 1 for x in self._model.linears())
+        return self._pool.kv.device.type == "cuda" and self._model.is_dense
 
     def join(self, row: Row, prompt: Sequence[int]) -> None:
         """Give the row its own copy of the block in which the prompt ends."""
@@ -666,17 +670,14 @@ def find_kernel(model: Decoder, pool: Pool) -> Kernel | None:
     config = model.config
     if pool.kv.device.type != "cuda" or config.head_dim & (config.head_dim - 1) or config.head_dim < 16:
         return None
-    try:
+
+    def measured() -> tuple[Kernel, float]:
         from tinkex.engine.paged_kernel import paged_attention
 
-        error = _kernel_error(paged_attention, model)
-    except Exception as reason:  # no Triton, no compiler, no such chip: all that matters is that there is another way
-        logger.warning("decoding goes without its attention kernel, and is slower: %s", reason)
-        return None
-    if not error < KERNEL_ERROR:
-        logger.warning("decoding goes without its attention kernel, which is off by %s here", error)
-        return None
-    return paged_attention
+        return paged_attention, _kernel_error(paged_attention, model)
+
+    kernel: Kernel | None = trusted("decoding", measured, KERNEL_ERROR)
+    return kernel
 
 
 def _kernel_error(kernel: Kernel, model: Decoder) -> float:

@@ -1,4 +1,4 @@
-"""How OpenMP's threads wait, and how many of them an operation gets.
+"""How OpenMP's threads wait, how many of them an operation gets, and how many cores there are for all of them.
 
 On a machine with anything else to do, a thread that spins takes the core its partner needs, and every small operation
 crawls: measured on two shared cores, a decoding step of 5 ms took 100. Threads that sleep have to be woken, though,

@@ -29,9 +29,19 @@ from tinkex.engine import EngineError, SampleDone
 from tinkex.engine.cache import BLOCK, Pool, block_bytes, blocks_for
 from tinkex.engine.choices import GREEDY_BELOW, choose, uniforms
 from tinkex.engine.copies import mark, to_host
-from tinkex.engine.decoding import Decoding, Piece, Prefill, Row, ShortPrompts, SlabDecoding, StaticDecoding, put
+from tinkex.engine.decoding import (
+    Decoding,
+    Piece,
+    Prefill,
+    Prompts,
+    Row,
+    ShortPrompts,
+    SlabDecoding,
+    StaticDecoding,
+    put,
+)
 from tinkex.engine.jobs import Job, Sample
-from tinkex.engine.native.decoding import NativeDecoding, NativePrefill, NativeSteps, covers
+from tinkex.engine.native.decoding import NativeDecoding, NativePrefill, NativeSteps
 from tinkex.engine.native.weights import find as find_native
 from tinkex.engine.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.turns import Shares
@@ -131,15 +141,15 @@ class Runner:
         self._done: list[SampleDone] = []
         """What ended in this step."""
 
-    def _choose_way(self) -> tuple[Prefill | ShortPrompts | NativePrefill, Decoding]:
+    def _choose_way(self) -> tuple[Prompts, Decoding]:
         model, pool, way = self._model, self._pool, self._limits.way
-        if self._native is not None and covers(model):
+        if self._native is not None and model.is_dense:
             steps = NativeSteps(self._native, pool)
             return NativePrefill(steps), NativeDecoding(steps, pool)
         prefill = Prefill(model, pool, self._products)
         if way == "static" or (way is None and model.embed_VD.device.type != "cpu"):
             decoding = StaticDecoding(model, pool, self._limits.max_rows)
-            return (ShortPrompts(prefill, decoding) if covers(model) else prefill), decoding
+            return (ShortPrompts(prefill, decoding) if model.is_dense else prefill), decoding
         return prefill, SlabDecoding(model, pool, self._products)
 
     def busy(self) -> bool:

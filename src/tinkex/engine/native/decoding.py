@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tinkex.engine.cache import Pool
-    from tinkex.engine.decoder import Decoder, Lora
+    from tinkex.engine.decoder import Lora
     from tinkex.engine.decoding import Piece, Row
     from tinkex.types.tensors import Array
 
@@ -31,13 +32,8 @@ KEPT_ADAPTERS = 256 << 20
 """Adapters that no row has just now are kept packed, the last ones up to so many bytes."""
 
 
-def covers(model: Decoder) -> bool:
-    """Whether all layers of a model are of the kinds that C has: experts are not."""
-    return all(isinstance(layer.mlp, Mlp) for layer in model.layers)
-
-
 class NativeSteps:
-    """A model and its cache, as C knows them, and the adapters of rows that ran last."""
+    """A model without experts and its cache, as C knows them, and the adapters of rows that ran last."""
 
     def __init__(self, native: Native, pool: Pool) -> None:
         self._native, self.config = native, native.model.config
@@ -58,7 +54,7 @@ class NativeSteps:
     ) -> None:
         """Run rows of these tokens at these positions, whose blocks are given, and fill what is given.
 
-        `adapters` has the number and the factors of weights, and how many rows in turn have them.
+        `adapters` has the number and the factors of weights, and for how many rows; equal ones lie side by side.
         """
         spans = self._spans(adapters)
         step = c.Step(
@@ -72,15 +68,17 @@ class NativeSteps:
             hidden=address(hidden_BD),
             logits=address(logits_BV),
         )
-        if self._native.library.decode(self._model, step, self._native.team):
+        if self._native.library.run_rows(self._model, step, self._native.team):
             raise MemoryError("no memory for a step")
 
     def _spans(self, adapters: Sequence[tuple[int, Lora, int]]) -> ctypes.Array[c.Span]:
         spans, start = [], 0
-        for number, lora, count in adapters:
+        for number, some in groupby(adapters, key=itemgetter(0)):
+            alike = list(some)
+            lora, stop = alike[0][1], start + sum(count for *_, count in alike)
             if lora.factors:
-                spans.append(c.Span(start, start + count, self._adapter(number, lora).factors))
-            start += count
+                spans.append(c.Span(start, stop, self._adapter(number, lora).factors))
+            start = stop
         self._forget({number for number, *_ in adapters})
         return (c.Span * len(spans))(*spans)
 
@@ -99,13 +97,13 @@ class NativeSteps:
 
 
 class NativePrefill:
-    """Runs pieces of prompts and leaves their keys and values in the pool."""
+    """Prompts, whose positions are rows."""
 
     def __init__(self, steps: NativeSteps) -> None:
         self._steps = steps
 
     def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """The hidden states of all positions of the pieces, in order, which has equal weights side by side."""
+        """As `Prompts.hidden`."""
         counts = [piece.stop - piece.start for piece in pieces]
         tokens = np.concatenate([piece.tokens[piece.start : piece.stop] for piece in pieces]).astype(np.int64)
         positions = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
@@ -141,8 +139,7 @@ class NativeDecoding:
         """Decode one token of each row. The logits are overwritten by the next call."""
         tokens = np.array([row.token for row in rows], np.int64)
         positions = np.array([row.length for row in rows], np.int64)
-        alike = [list(some) for _, some in groupby(rows, key=lambda row: row.weights)]
-        adapters = [(some[0].weights, some[0].lora, len(some)) for some in alike]
+        adapters = [(row.weights, row.lora, 1) for row in rows]
         if self._logits_BV.shape[0] < len(rows):
             self._logits_BV = torch.empty(len(rows), self._logits_BV.shape[1])
         tables = _tables([row.blocks for row in rows])

@@ -106,7 +106,7 @@ class Library:
         library = ctypes.CDLL(str(path))
         self.team_new = _function(library.team_new, Pointer, ctypes.c_int)
         self.team_free = _function(library.team_free, None, Pointer)
-        self.decode = _function(library.decode, ctypes.c_int, ctypes.POINTER(Model), ctypes.POINTER(Step), Pointer)
+        self.run_rows = _function(library.run_rows, ctypes.c_int, ctypes.POINTER(Model), ctypes.POINTER(Step), Pointer)
         self.draw = _function(library.draw, ctypes.c_int, Pointer, Int, Int, *([Pointer] * 5))
         self.share = Int.in_dll(library, "share")
         """What is worth a thread, in multiplications."""

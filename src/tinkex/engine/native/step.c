@@ -665,7 +665,7 @@ static void work(int number, void *about) {
 }
 
 /* Run the token of every row at its position: 0, or -1 if there is no memory. Rows may be positions of one prompt. */
-int decode(const Model *model, const Step *step, Team *team) {
+int run_rows(const Model *model, const Step *step, Team *team) {
     int64_t inner = model->heads * model->channels, wide = inner + 2 * model->groups * model->channels;
     int64_t widest = wide > model->hidden ? wide : model->hidden, ranks = 0, longest = 0;
     for (int64_t s = 0; s < step->spans; s++)
