@@ -74,6 +74,7 @@ def test_adapters_beside_each_other_are_as_alone(checkpoint: Checkpoint, data: D
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window", "gemma2", "gemma3", "qwen3-moe"])
 def test_samples_have_the_trainers_log_probabilities(checkpoint: Checkpoint, family: str) -> None:
     engine = engine_of(checkpoint, family, "cuda", torch.bfloat16)
+    engine._base("m").model.norm_D.mul_(3)  # as sharp as a trained model's: that makes differences larger
     engine.snapshot("a", "s")
     prompt = np.arange(3, 12)
     request = SampleRequest(
@@ -103,7 +104,7 @@ def test_samples_have_the_trainers_log_probabilities(checkpoint: Checkpoint, fam
     gap = np.concatenate(gaps)
     kl = float((np.exp(gap) - 1 - gap).mean())
     print(f"{family}: mean |difference| {np.abs(gap).mean():.5f}, KL {kl:.2e}")
-    assert kl < 1e-2
+    assert kl < (0.05 if family == "qwen3-moe" else 1e-3)
 
 
 @pytest.mark.parametrize("blocks", [12, None], ids=["little room", "room"])

@@ -111,14 +111,17 @@ def test_small_passes_share_a_step_under_the_budget(
     assert set(seen[0]) == {"0", "1", "2", "3"}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((name, torch.float32) for name in ("llama", "gemma3", "qwen3-moe")), ("llama", torch.bfloat16)],
+)
 def test_a_datum_beyond_the_budget_keeps_little_and_gives_the_same_bits(
-    checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch, family: str
+    checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype
 ) -> None:
     results = []
     for sparing in (False, True):
         monkeypatch.setattr(trainer, "SPARE_BEYOND", 1 if sparing else 100)
-        engine = TorchEngine({"m": checkpoint(family)}, micro_batch_tokens=16)
+        engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, micro_batch_tokens=16)
         engine.create("a", "m", LoraConfig(rank=4, seed=1))
         kept = 0
 

@@ -168,13 +168,16 @@ def hidden_states(
     turns = _turns(model, positions_T, x_TD.dtype)
     norms_D = [*(layer.input_norm_D for layer in model.layers[1:]), model.norm_D]
     normed_TD = norm(x_TD, model.layers[0].input_norm_D, eps)
+    rest_TD: torch.Tensor | None = None
     for index, next_norm_D in enumerate(norms_D):
         kind = config.rotary[index]
         run = partial(_layer, model, index, next_norm_D, attend, lora, None if kind is None else turns[kind])
         if sparing:
-            x_TD, normed_TD = checkpoint(run, x_TD, normed_TD, use_reentrant=False, preserve_rng_state=False)
+            x_TD, rest_TD, normed_TD = checkpoint(
+                run, x_TD, rest_TD, normed_TD, use_reentrant=False, preserve_rng_state=False
+            )
         else:
-            x_TD, normed_TD = run(x_TD, normed_TD)
+            x_TD, rest_TD, normed_TD = run(x_TD, rest_TD, normed_TD)
     return normed_TD
 
 
@@ -186,17 +189,18 @@ def _layer(
     lora: Adaptation,
     turn: tuple[torch.Tensor, torch.Tensor] | None,
     x_TD: torch.Tensor,
+    rest_TD: torch.Tensor | None,
     normed_TD: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state of each token after a layer, and its norm, which the next one reads."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """The state of each token after a layer, what rounding has cut off it, and its norm, which the next one reads."""
     config, layer, eps = model.config, model.layers[index], model.config.norm_eps
     sizes = (config.heads, config.kv_heads, config.kv_heads)
     q, k, v = turned_heads(lora.linear(normed_TD, layer.qkv), sizes, layer.head_norms, turn, eps)
     mixed_TD = lora.linear(attend(index, q, k, v), layer.o)
     mixed_TD = _optional_norm(mixed_TD, layer.post_attention_norm_D, eps)
-    x_TD, normed_TD = add_norm(x_TD, mixed_TD, layer.mlp_norm_D, eps)
+    x_TD, rest_TD, normed_TD = add_norm(x_TD, rest_TD, mixed_TD, layer.mlp_norm_D, eps)
     fed_TD = _optional_norm(layer.mlp(normed_TD, lora), layer.post_mlp_norm_D, eps)
-    return add_norm(x_TD, fed_TD, next_norm_D, eps)
+    return add_norm(x_TD, rest_TD, fed_TD, next_norm_D, eps)
 
 
 def _turns(model: Decoder, positions_T: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:

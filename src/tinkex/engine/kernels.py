@@ -460,16 +460,34 @@ def store(kv_2NSGC: torch.Tensor, places_T: torch.Tensor, k_TGC: torch.Tensor, v
 
 
 @triton.jit
-def _norm_forward(x, share, weight, summed, out, D, eps, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _norm_forward(
+    x,
+    rest,
+    share,
+    weight,
+    summed,
+    left,
+    out,
+    D,
+    eps,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    HAS_REST: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < D
     kind = out.dtype.element_ty
-    value = tl.load(x + row * D + at, mask=inside, other=0.0)
+    wide = tl.load(x + row * D + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        value = (value.to(tl.float32) + tl.load(share + row * D + at, mask=inside, other=0.0).to(tl.float32)).to(kind)
-        tl.store(summed + row * D + at, value, mask=inside)
-    wide = value.to(tl.float32)
+        if HAS_REST:
+            wide += tl.load(rest + row * D + at, mask=inside, other=0.0).to(tl.float32)
+        wide += tl.load(share + row * D + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = wide.to(kind)
+        tl.store(summed + row * D + at, rounded, mask=inside)
+        if HAS_LEFT:
+            tl.store(left + row * D + at, (wide - rounded.to(tl.float32)).to(kind), mask=inside)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / D + eps)
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * D + at, (wide * scale * w).to(kind), mask=inside)
@@ -494,19 +512,31 @@ def _norm_backward(dsummed, dy, x, weight, out, D, eps, BLOCK: tl.constexpr, ADD
 def norm_forward(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm."""
     out = torch.empty_like(x_TD)
-    _norm_forward[(x_TD.shape[0],)](x_TD, x_TD, weight_D, x_TD, out, x_TD.shape[1], eps, **_row(x_TD), ADD=False)
+    _norm_forward[(x_TD.shape[0],)](
+        *(x_TD, x_TD, x_TD, weight_D, x_TD, x_TD, out, x_TD.shape[1], eps),
+        **_row(x_TD),
+        ADD=False,
+        HAS_REST=False,
+        HAS_LEFT=False,
+    )
     return out
 
 
 def add_norm_forward(
-    x_TD: torch.Tensor, share_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sum, and its norm."""
+    x_TD: torch.Tensor, rest_TD: torch.Tensor | None, share_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """A sum, what rounding cut off it, if it is rounded, and the norm of both."""
     summed, out = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    left = None if x_TD.dtype == torch.float32 else torch.empty_like(x_TD)
     _norm_forward[(x_TD.shape[0],)](
-        x_TD, share_TD.contiguous(), weight_D, summed, out, x_TD.shape[1], eps, **_row(x_TD), ADD=True
+        *(x_TD, x_TD if rest_TD is None else rest_TD, share_TD.contiguous(), weight_D),
+        *(summed, summed if left is None else left, out, x_TD.shape[1], eps),
+        **_row(x_TD),
+        ADD=True,
+        HAS_REST=rest_TD is not None,
+        HAS_LEFT=left is not None,
     )
-    return summed, out
+    return summed, left, out
 
 
 def norm_backward(
@@ -573,10 +603,12 @@ def log_sums(logits_TV: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def softmax_gradient(logits_TV: torch.Tensor, sums_T1: torch.Tensor, row_grad_T1: torch.Tensor) -> torch.Tensor:
+def softmax_gradient(
+    logits_TV: torch.Tensor, sums_T1: torch.Tensor, row_grad_T1: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """Less softmax times a number for each row."""
     rows, vocab = logits_TV.shape
-    out = torch.empty_like(logits_TV)
+    out = torch.empty(logits_TV.shape, dtype=dtype, device=logits_TV.device)
     grid = (rows, triton.cdiv(vocab, HEAD_BLOCK))
     _softmax_gradient[grid](logits_TV, sums_T1, row_grad_T1.float(), out, vocab, BLOCK=HEAD_BLOCK, num_warps=8)
     return out

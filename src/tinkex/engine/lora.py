@@ -47,6 +47,8 @@ class Linear:
     sizes: list[int]
     sharers: int = 1
     """How many linear layers share the rank of an adapter: the experts of a layer, else this one alone."""
+    is_head: bool = False
+    """Whether it gives logits, which are not rounded to half precision where the device can leave that out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from tinkex.engine.copies import to_device
 from tinkex.engine.openmp import Threads
-from tinkex.engine.span_adapters import ROWS
+from tinkex.engine.span_adapters import ROWS, add_product, base_product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ class Products:
             return self(F.pad(x_TD, (0, 0, 0, padded(rows) - rows)), linear)[:rows]
         with self._threads:
             if self._multiply is None:
-                return F.linear(x_TD, linear.weight_ND, linear.bias_N)
+                return base_product(x_TD, linear)
             weight = self._packed.get(linear.name)
             if weight is None:
                 weight = self._packed[linear.name] = torch.ops.mkldnn._reorder_linear_weight(linear.weight_ND)
@@ -163,11 +163,19 @@ def _within(spans: Sequence[Span], rows_T: torch.Tensor) -> list[tuple[int, int]
 def _add_share(x: torch.Tensor, y: torch.Tensor, linear: Linear, factors: Factors) -> None:
     low = F.linear(x, factors.a_RD)
     if len(linear.sizes) == 1:
-        y.addmm_(low, factors.b_NR[0].t(), alpha=factors.scale)
+        _add_product(y, low, factors.b_NR[0].t(), factors.scale)
         return
     lows = low.chunk(len(linear.sizes), dim=1)
     for part, low_part, b_NR in zip(y.split_with_sizes(linear.sizes, 1), lows, factors.b_NR, strict=True):
         part.addmm_(low_part, b_NR.t(), alpha=factors.scale)
+
+
+def _add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
+    """For few rows a library's product is quicker than our kernel, which logits of more precision need."""
+    if y_TN.dtype == low_TR.dtype:
+        y_TN.addmm_(low_TR, high_RN, alpha=scale)
+    else:
+        add_product(y_TN, low_TR, high_RN, scale)
 
 
 def widest(lora: Lora) -> int:
@@ -261,9 +269,10 @@ class BankShare:
 
     def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
         """A linear layer with each row's adapter's share added."""
-        y_TN = F.linear(x_TD, linear.weight_ND, linear.bias_N)
+        y_TN = base_product(x_TD, linear)
         low_TR = F.linear(x_TD, self.a[linear.name])
         if self.mask_TR is not None:
             mask_TR = self.mask_TR if rows_T is None else self.mask_TR[rows_T]
             low_TR = (low_TR.view(x_TD.shape[0], -1, mask_TR.shape[1]) * mask_TR[:, None]).view(low_TR.shape)
-        return y_TN.addmm_(low_TR, self.b[linear.name].t())
+        _add_product(y_TN, low_TR, self.b[linear.name].t(), 1.0)
+        return y_TN

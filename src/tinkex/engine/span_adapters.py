@@ -100,13 +100,13 @@ class SpanAdapters:
 
 def forward(x_TD: torch.Tensor, linear: Linear, shares: Sequence[Share]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The product with every share added, and each share's x A^T."""
-    y_TN = F.linear(x_TD, linear.weight_ND, linear.bias_N)
+    y_TN = base_product(x_TD, linear)
     lows = []
     for share in shares:
         here, factors = slice(share.start, share.stop), share.factors
         low_TR = F.linear(x_TD[here], factors.a_RD)
         for y, low, b in zip(_parts(y_TN[here], linear), _each(low_TR, linear), factors.b_NR, strict=True):
-            _add_product(y, low, b.t(), factors.scale)
+            add_product(y, low, b.t(), factors.scale)
         lows.append(low_TR)
     return y_TN, lows
 
@@ -134,22 +134,38 @@ def backward(
         if share.into is not None:
             share.into.a_RD.add_(_product(dlow_TR.t(), x_TD[here]))
         if dx_TD is not None:
-            _add_product(dx_TD[here], dlow_TR, factors.a_RD, 1.0)
+            add_product(dx_TD[here], dlow_TR, factors.a_RD, 1.0)
     return dx_TD
 
 
-def _add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
-    if low_TR.shape[1] <= MOST_FUSED and (fused := kernels_for(y_TN)) is not None and y_TN.dtype == torch.bfloat16:
+def base_product(x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """A linear layer of the base model.
+
+    Logits are the largest numbers there are, and to round one to half precision moves a probability by percents.
+    """
+    if linear.is_head and _can_widen(x_TD):
+        return torch.mm(x_TD, linear.weight_ND.t(), out_dtype=torch.float32)
+    return F.linear(x_TD, linear.weight_ND, linear.bias_N)
+
+
+def add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
+    """Add the scaled product of two low-rank factors, which may be of less precision."""
+    if low_TR.shape[1] <= MOST_FUSED and (fused := kernels_for(y_TN)) is not None and low_TR.dtype == torch.bfloat16:
         fused.add_product(y_TN, low_TR, high_RN, scale)
-    else:
+    elif y_TN.dtype == low_TR.dtype:
         y_TN.addmm_(low_TR, high_RN, alpha=scale)
+    else:
+        y_TN.add_(_product(low_TR, high_RN), alpha=scale)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """A sum over tokens, which is not rounded to the half precision of its factors where the kernel allows it."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left @ right
+    """Sums that are not rounded to the half precision of their factors where the device allows it."""
+    return torch.mm(left, right, out_dtype=torch.float32) if _can_widen(left) else left @ right
+
+
+def _can_widen(x: torch.Tensor) -> bool:
+    """Whether products of factors in half precision can be had in single precision."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _parts(y_TN: torch.Tensor, linear: Linear) -> Sequence[torch.Tensor]:

@@ -55,7 +55,7 @@ LEAST_ROWS = 64
 KEPT_LOGITS = 1 << 24
 """A step with no more logits than this keeps them for backward; one with more computes them again."""
 
-KEPT_SHARE = 0.1
+KEPT_SHARE = 0.2
 """On an accelerator it keeps those that take no more than this share of the memory that is free."""
 
 ROOMIER = 64
@@ -585,7 +585,7 @@ def _may_keep(logits: int, like: torch.Tensor) -> bool:
         return logits <= KEPT_LOGITS
     unused = torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(like.device)
     free: int = torch.cuda.mem_get_info(like.device)[0] + unused
-    return logits * like.element_size() <= KEPT_SHARE * free
+    return logits * torch.float32.itemsize <= KEPT_SHARE * free
 
 
 def _chunks(head: Linear, rows: Array, spans: Sequence[Span], device: torch.device) -> list[tuple[slice, slice]]:
@@ -654,7 +654,8 @@ class _TargetLogprobs(torch.autograd.Function):
                 scored = Scored.of(cap_logits(logits_TV, ctx.cap))
             slope_TV = None if ctx.cap is None else soft_cap_slope(scored.logits_TV, ctx.cap)
             here_M, targets_M = wanted.rows_M[span] - rows.start, wanted.targets_M[span]
-            dlogits_TV = scored.gradient(here_M, targets_M, grads[0][span], distinct=wanted.distinct)
+            dtype = x_TD.dtype if slope_TV is None else slope_TV.dtype
+            dlogits_TV = scored.gradient(here_M, targets_M, grads[0][span], dtype, distinct=wanted.distinct)
             if slope_TV is not None:
                 dlogits_TV.mul_(slope_TV)
             dx_TD = mixed_backward(dlogits_TV.to(x_TD.dtype), x_TD, lows, ctx.head, shares, wants_input=True)
@@ -681,7 +682,13 @@ class Scored:
         return self.logits_TV[rows_M, targets_M].to(self.sums_T1.dtype) - self.sums_T1[rows_M, 0]
 
     def gradient(
-        self, rows_M: torch.Tensor, targets_M: torch.Tensor, grad_M: torch.Tensor, *, distinct: bool
+        self,
+        rows_M: torch.Tensor,
+        targets_M: torch.Tensor,
+        grad_M: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        distinct: bool,
     ) -> torch.Tensor:
         """Of the logits: at targets theirs, less softmax times its sum over the row. The logits may be overwritten.
 
@@ -689,7 +696,7 @@ class Scored:
         """
         row_grad_T1 = torch.zeros(self.logits_TV.shape[0], 1, dtype=grad_M.dtype, device=grad_M.device)
         row_grad_T1.index_add_(0, rows_M, grad_M[:, None])
-        if self.logits_TV.dtype == self.sums_T1.dtype:
+        if dtype == self.sums_T1.dtype:
             dlogits_TV = self.logits_TV.sub_(self.sums_T1).exp_().mul_(-row_grad_T1)
             return dlogits_TV.index_put_((rows_M, targets_M), grad_M, accumulate=True)
         if not distinct:  # those that are the same token of the same row become one
@@ -698,14 +705,14 @@ class Scored:
             grad_M = summed_M.index_add_(0, back_M, grad_M)
             rows_M, targets_M = places_M // self.logits_TV.shape[1], places_M % self.logits_TV.shape[1]
         theirs_M = grad_M - self.at(rows_M, targets_M).exp() * row_grad_T1[rows_M, 0]
-        dlogits_TV = self._softmax_gradient(row_grad_T1)
-        return dlogits_TV.index_put_((rows_M, targets_M), theirs_M.to(dlogits_TV.dtype))
+        dlogits_TV = self._softmax_gradient(row_grad_T1, dtype)
+        return dlogits_TV.index_put_((rows_M, targets_M), theirs_M.to(dtype))
 
-    def _softmax_gradient(self, row_grad_T1: torch.Tensor) -> torch.Tensor:
+    def _softmax_gradient(self, row_grad_T1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if (fused := kernels_for(self.logits_TV)) is not None:
-            gradient: torch.Tensor = fused.softmax_gradient(self.logits_TV, self.sums_T1, row_grad_T1)
+            gradient: torch.Tensor = fused.softmax_gradient(self.logits_TV, self.sums_T1, row_grad_T1, dtype)
             return gradient
-        return (-torch.exp(self.logits_TV.float() - self.sums_T1) * row_grad_T1).to(self.logits_TV.dtype)
+        return (-torch.exp(self.logits_TV.float() - self.sums_T1) * row_grad_T1).to(dtype)
 
 
 def _log_sum(logits_TV: torch.Tensor) -> torch.Tensor:

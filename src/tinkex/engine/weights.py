@@ -101,7 +101,7 @@ def assemble(config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, device
         embed_VD=embed,
         layers=layers,
         norm_D=source.norm("model.norm", config.hidden),
-        head=Linear("lm_head", "unembed", head, None, ["lm_head"], [config.vocab]),
+        head=Linear("lm_head", "unembed", head, None, ["lm_head"], [config.vocab], is_head=True),
         frequencies=inverse_frequencies(config).to(device),
     )
 
