@@ -158,7 +158,7 @@ class PackedAttention:
     def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
         """Attend, by the layer's rule."""
         rule = self._rules[layer]
-        if self._bounds is not None and rule.softcap is None and q_THC.dtype in (torch.bfloat16, torch.float16):
+        if self._bounds is not None and takes_packed(q_THC, rule):
             return self._at_once(q_THC, k_TGC, v_TGC, self._bounds, rule)
         rows = [count * length for count, length in self._runs]
         parts = zip(self._runs, *(torch.split(x, rows) for x in (q_THC, k_TGC, v_TGC)), strict=True)
@@ -200,6 +200,11 @@ class PackedAttention:
         return [length for count, length in self._runs for _ in range(count)]
 
 
+def takes_packed(q: torch.Tensor, rule: AttentionRule) -> bool:
+    """Whether `flash` can be used."""
+    return q.is_cuda and rule.softcap is None and q.dtype in (torch.bfloat16, torch.float16)
+
+
 def flash(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -208,10 +213,15 @@ def flash(
     longest: int,
     scale: float,
     window: int | None,
+    keys: tuple[torch.Tensor, int] | None = None,
 ) -> Sequence[torch.Tensor]:
-    """PyTorch's kernel for packed sequences: output, log-sum-exp, and what its own backward wants besides."""
+    """PyTorch's kernel for packed sequences: output, log-sum-exp, and what its own backward wants besides.
+
+    `keys` are their bounds and the most of a sequence, where they reach further back than queries; both end together.
+    """
+    bounds_k, longest_k = keys or (bounds, longest)
     parts: Sequence[torch.Tensor] = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, bounds, bounds, longest, longest, 0.0, True, False), scale=scale, **_sides(window)
+        *(q, k, v, bounds, bounds_k, longest, longest_k, 0.0, True, False), scale=scale, **_sides(window)
     )
     return parts
 

@@ -146,6 +146,11 @@ class Pool:
         )
         return keys, values
 
+    def gather(self, layer: int, places_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values at these places, `[K, G, C]` each."""
+        keys, values = (part.flatten(0, 1).index_select(0, places_K) for part in self.kv[layer])
+        return keys, values
+
     def copy(self, source: int, target: int) -> None:
         """Copy a block."""
         self.kv[:, :, target] = self.kv[:, :, source]

@@ -15,6 +15,7 @@ heads, G key/value heads, R query heads of a group times queries, C channels of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from tinkex.engine.attention import attend, soft_cap, trusted, visible, widened
+from tinkex.engine.attention import attend, flash, soft_cap, takes_packed, trusted, visible, widened
 from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for, zeros
 from tinkex.engine.config import AttentionRule
 from tinkex.engine.copies import mark, to_device
@@ -122,7 +123,7 @@ class Prefill:
             span = np.arange(piece.start, piece.stop)
             here = slice(at, at + span.size)
             tokens[here], positions[here] = piece.tokens[span], span
-            places[here] = np.asarray(piece.blocks)[span // BLOCK] * BLOCK + span % BLOCK
+            places[here] = _places(piece.blocks, span)
             lora_T += [piece.lora] * span.size
             at += span.size
         embed = self._model.embed_VD
@@ -156,28 +157,75 @@ class _Tiles:
         return visible(self.positions_UQ, keys_S, rule)
 
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """Pieces as packed sequences, each with all keys up to its end: one call for them all, where a kernel takes that.
+
+    What pads the pass is one more sequence, which nobody looks at.
+    """
+
+    places_K: torch.Tensor
+    bounds_q: torch.Tensor
+    bounds_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], total: int, device: torch.device) -> _Whole:
+        """For a pass of so many tokens."""
+        queries = [piece.stop - piece.start for piece in pieces]
+        places = [_places(piece.blocks, np.arange(piece.stop)) for piece in pieces]
+        if rest := total - sum(queries):
+            queries.append(rest)
+            places.append(np.full(rest, SCRATCH * BLOCK))
+        keys = [place.size for place in places]
+        bounds_q, bounds_k = (to_device(np.cumsum([0, *sizes]), device, torch.int32) for sizes in (queries, keys))
+        return cls(to_device(np.concatenate(places), device), bounds_q, bounds_k, max(queries), max(keys))
+
+
 class PrefillAttention:
-    """Attention of pieces of prompts to all that lies before them, by tiles on a fixed grid of positions."""
+    """Attention of pieces of prompts to all that lies before them, at once or by tiles on a fixed grid of positions."""
 
     def __init__(self, model: Decoder, pool: Pool, pieces: Sequence[Piece], places_T: torch.Tensor) -> None:
         self._rules, self._pool, self._places_T = model.attention, pool, places_T
+        self._pieces = pieces
         self._exact = places_T.device.type == "cpu"
-        self._tiles = [
-            _tiles(end, units, places_T) for end, units in _units(pieces, BLOCK if self._exact else CUDA_TILE).items()
-        ]
+
+    @functools.cached_property
+    def _tiles(self) -> list[_Tiles]:
+        tile = BLOCK if self._exact else CUDA_TILE
+        return [_tiles(end, units, self._places_T) for end, units in _units(self._pieces, tile).items()]
+
+    @functools.cached_property
+    def _whole(self) -> _Whole:
+        return _Whole.of(self._pieces, self._places_T.shape[0], self._places_T.device)
 
     def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
         """Keep the keys and values, then attend."""
         self._pool.write(layer, self._places_T, k_TGC, v_TGC)
+        rule = self._rules[layer]
+        if takes_packed(q_THC, rule):
+            return self._at_once(layer, q_THC, rule)
         mixed_TN = q_THC.new_zeros(q_THC.shape[0], q_THC.shape[1] * q_THC.shape[2])
         for tiles in self._tiles:
             k_USGC, v_USGC = self._pool.read(layer, tiles.tables_UN)
             q_UQHC = q_THC[tiles.rows_UQ]
-            rule = self._rules[layer]
             mix = _by_products if self._exact else _by_kernel
             mixed = mix(q_UQHC, k_USGC, v_USGC, tiles, rule).reshape(-1, mixed_TN.shape[1])
             mixed_TN[tiles.rows_UQ.view(-1)[tiles.taken]] = mixed[tiles.taken]
         return mixed_TN
+
+    def _at_once(self, layer: int, q_THC: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        whole = self._whole
+        k_KGC, v_KGC = self._pool.gather(layer, whole.places_K)
+        keys = (whole.bounds_k, whole.longest_k)
+        return flash(q_THC, k_KGC, v_KGC, whole.bounds_q, whole.longest_q, rule.scale, rule.window, keys)[0].flatten(1)
+
+
+def _places(blocks: Sequence[int], positions: Array) -> Array:
+    """Where positions of a sequence lie in the pool."""
+    places: Array = np.asarray(blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
+    return places
 
 
 def _by_kernel(
