@@ -72,6 +72,11 @@ GEMMA: dict[str, Any] = {
     "sliding_window": WINDOW,
     "query_pre_attn_scalar": 10,
 }
+HEADS = ("num_attention_heads", "num_key_value_heads")
+LONG: dict[str, Any] = {
+    **{name: value for name, value in SMALL.items() if name not in HEADS},
+    "max_position_embeddings": 400,
+}
 MOSTLY_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[Callable[..., PreTrainedModel], PreTrainedConfig]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
@@ -104,6 +109,21 @@ FAMILIES: dict[str, tuple[Callable[..., PreTrainedModel], PreTrainedConfig]] = {
     "gemma3": (
         Gemma3ForCausalLM,
         Gemma3TextConfig(**GEMMA, rope_parameters={"full_attention": LINEAR}, layer_types=MOSTLY_SLIDING),
+    ),
+    "long-narrow": (LlamaForCausalLM, LlamaConfig(**LONG, num_attention_heads=16, num_key_value_heads=1, head_dim=24)),
+    "long-wide": (LlamaForCausalLM, LlamaConfig(**LONG, num_attention_heads=8, num_key_value_heads=2, head_dim=128)),
+    "long-window": (
+        Gemma2ForCausalLM,
+        Gemma2Config(
+            **LONG,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=40,
+            query_pre_attn_scalar=10,
+            sliding_window=70,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=None,
+        ),
     ),
     "gemma3-untied": (
         Gemma3ForCausalLM,

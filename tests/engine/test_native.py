@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from engine.conftest import Checkpoint, Sample
+from engine.references import adapter_of, randomise
 from support import wait_until
 from tinkex.engine.choices import choose
 from tinkex.engine.decoder import Lora
@@ -331,6 +332,68 @@ def test_dense_models_in_float32_go_this_way_and_others_do_not(checkpoint: Check
         sample(engine, [5, 6, 7], max_tokens=2, stop=[])
         ways[family, dtype] = type(runner_of(engine)._decoding).__name__
     assert list(ways.values()) == ["NativeDecoding", "SlabDecoding", "SlabDecoding"]
+
+
+@pytest.mark.parametrize("family", ["long-narrow", "long-wide", "long-window"])
+def test_positions_weigh_many_blocks_alike_whether_they_are_drawn_or_read(checkpoint: Checkpoint, family: str) -> None:
+    """Also where heads fill no panel, a group has more of them than a tile has rows, and windows begin anywhere."""
+    random = np.random.default_rng(3)
+    prompt = random.integers(3, 96, 200)
+
+    def run(limits: Limits, text: Array, tokens: int) -> tuple[Array, Array, Array]:
+        engine = TorchEngine({"m": checkpoint(family)}, threads=3)
+        engine._sampler = Sampler(limits)
+        engine.create("a", "m", LoraConfig(rank=4, seed=1, train_unembed=False))
+        randomise(adapter_of(engine))
+        engine.snapshot("a", "s")
+        request = SampleRequest(
+            prompt=ModelInput.from_ints(text),
+            sampling_params=SamplingParams(max_tokens=tokens, stop=[], temperature=0),
+            prompt_logprobs=True,
+        )
+        engine.sample_start("job", "s", request, 5)
+        while engine.sampling():
+            for done in engine.sample_step():
+                assert not isinstance(done.result, Exception), done.result
+                response = done.result
+        assert response.prompt_logprobs is not None
+        (sequence,) = response.sequences
+        logprobs = np.array(response.prompt_logprobs[1:], np.float32)
+        return logprobs, np.array(sequence.tokens), np.array(sequence.logprobs, np.float32)
+
+    _, drawn, likely = run(Limits(), prompt, 100)
+    for read in (1, 29, 77):
+        text = np.concatenate([prompt, drawn[:read]])
+        whole, *first = run(Limits(), text, 1)
+        pieces, *second = run(Limits(prefill_tokens=37), text, 1)
+        assert first == second == [drawn[read], likely[read]], "not a bit depends on how it came to be"
+        assert np.array_equal(whole, pieces)
+    plain, *_ = run(Limits(way="slabs"), text, 1)
+    np.testing.assert_allclose(plain, whole, atol=2e-5)
+
+
+def test_rows_see_their_own_sequence_in_whatever_order_they_come(engine: TorchEngine, sample: Sample) -> None:
+    engine.load_sampler("bare", "small", None)
+    sample(engine, [5, 6, 7], sampler="bare", max_tokens=2, stop=[])
+    way = runner_of(engine)._decoding
+    assert isinstance(way, NativeDecoding)
+    tokens = np.random.default_rng(1).integers(3, 96, (2, 8))
+
+    def run(rows: list[tuple[int, int]], blocks: tuple[int, int]) -> dict[tuple[int, int], torch.Tensor]:
+        """The hidden states of these positions of two sequences, by both."""
+        sequences, positions = np.array(rows).T.copy()
+        hidden = torch.empty(len(rows), 32)
+        tables = np.array(blocks)[sequences][:, None].copy()
+        way._steps.run(tokens[sequences, positions], positions, tables, [], hidden_BD=hidden)
+        return dict(zip(rows, hidden, strict=True))
+
+    everything = [(sequence, position) for sequence in range(2) for position in range(8)]
+    expected = run(everything, (2, 3))
+    shuffled = [everything[at] for at in np.random.default_rng(2).permutation(len(everything))]
+    for order in (everything[::-1], shuffled, [(p % 2, p // 2 + (p % 2)) for p in range(14)]):
+        run([(0, 0), (1, 0)], (4, 5))
+        for row, hidden in run(order, (4, 5)).items():
+            assert torch.equal(hidden, expected[row]), f"position {row[1]} of sequence {row[0]}"
 
 
 def test_prompts_of_one_adapter_read_it_once(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ typedef struct {
     const float *embed, *norm, *frequencies; /* [kinds, C/2] */
     Linear head;
     const Layer *layer;
-    float *cache; /* [layers, 2, blocks, block, G, C] */
+    float *cache; /* [layers, 2, blocks, G, block * C], see `keys_at` and `values_at` */
 } Model;
 
 /* The factors of a linear layer: A of all parts stacked, a B for each, already scaled; A is NULL if there are none. */
@@ -380,8 +380,11 @@ typedef struct {
     const Model *model;
     const Step *step;
     Team *team;
-    float *x, *normed, *wide, *mixed, *fed, *low, *turns, *scores; /* turns: cosines and sines, [B, kinds, C] */
-    int64_t low_stride, scores_stride;
+    float *x, *normed, *wide, *mixed, *fed, *low, *turns; /* turns: cosines and sines, [B, kinds, C] */
+    int64_t low_stride;
+    int64_t *bunches, bunch_count; /* where they begin, and where the last one ends */
+    float *room; /* of each thread, for attention: see `attend` */
+    int64_t room_size, most_queries, most_keys;
 } Run;
 
 /* What adapters' A make of the rows, for one linear layer. */
@@ -536,18 +539,32 @@ static void turn(float *head, const float *cosines, int64_t half) {
     }
 }
 
-static float dot(const float *a, const float *b, int64_t size) {
-    vec sums = {};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) sums += load(a + i) * load(b + i);
-    float sum = total(sums);
-    for (; i < size; i++) sum += a[i] * b[i];
-    return sum;
+/* --- Attention --------------------------------------------------------------------------------------------------
+ *
+ * Rows that are neighbouring positions of one prompt read the same keys and values: a bunch of them is attended at a
+ * time. Scores and sums of values are products like any other, so the cache is laid out in panels, block by block:
+ * keys as [block / PANEL][C][PANEL], values as [C / PANEL][block][PANEL] and then the channels that fill no panel. */
+
+/* Where the keys of one group in one layer begin, for a block of a row's table; the values are as far behind. */
+static inline float *keys_at(const Model *model, int64_t index, int64_t block, int64_t group) {
+    int64_t own = model->block * model->channels;
+    return model->cache + ((2 * index * model->blocks + block) * model->groups + group) * own;
 }
 
-/* Where a position of a row lies in the cache, counted from the first of its layer. */
-static inline int64_t place_of(const Model *model, const int64_t *table, int64_t position) {
-    return (table[position / model->block] * model->block + position % model->block) * model->groups * model->channels;
+static inline float *values_at(const Model *model, int64_t index, int64_t block, int64_t group) {
+    return keys_at(model, index, block, group) + model->blocks * model->groups * model->block * model->channels;
+}
+
+static void place_key(const Model *model, float *keys, int64_t offset, const float *key) {
+    float *to = keys + offset / PANEL * PANEL * model->channels + offset % PANEL;
+    for (int64_t c = 0; c < model->channels; c++) to[c * PANEL] = key[c];
+}
+
+static void place_value(const Model *model, float *values, int64_t offset, const float *value) {
+    int64_t C = model->channels, whole = C / PANEL * PANEL, rest = C - whole;
+    for (int64_t c = 0; c < whole; c += PANEL)
+        memcpy(values + c * model->block + offset * PANEL, value + c, PANEL * sizeof(float));
+    memcpy(values + whole * model->block + offset * rest, value + whole, (size_t)rest * sizeof(float));
 }
 
 /* The heads of one group of one row are normalised and turned; its key and value go to the cache. */
@@ -566,62 +583,129 @@ static void keep(const Run *run, const Layer *layer, int64_t index, int64_t row,
         for (int64_t h = 0; h < each; h++) turn(q + h * C, cosines, C / 2);
         turn(k, cosines, C / 2);
     }
-    int64_t size = model->blocks * model->block * G * C;
-    float *keys = model->cache + 2 * index * size + group * C, *values = keys + size;
-    int64_t own = place_of(model, step->tables + row * step->width, step->positions[row]);
-    memcpy(keys + own, k, (size_t)C * sizeof(float));
-    memcpy(values + own, v, (size_t)C * sizeof(float));
+    int64_t position = step->positions[row], offset = position % model->block;
+    int64_t block = step->tables[row * step->width + position / model->block];
+    place_key(model, keys_at(model, index, block, group), offset, k);
+    place_value(model, values_at(model, index, block, group), offset, v);
 }
 
-/* The query heads of one group of one row weigh all that the row sees. */
-static void attend(const Run *run, const Layer *layer, int64_t index, int64_t row, int64_t group, int number) {
+/* The first position that one sees. */
+static inline int64_t first_seen(const Layer *layer, int64_t position) {
+    return layer->window && position >= layer->window ? position - layer->window + 1 : 0;
+}
+
+/* Scores of keys [from, to) become weights, which are not divided by their sum, and what is not seen weighs nothing;
+ * returns the sum. */
+static float soften(const Layer *layer, float *scores, int64_t from, int64_t to, int64_t count) {
+    float top = -INFINITY;
+    for (int64_t s = from; s < to; s++) {
+        float score = scores[s] * layer->scale;
+        scores[s] = layer->softcap > 0 ? tanhf(score / layer->softcap) * layer->softcap : score;
+    }
+    for (int64_t s = from; s < to; s++) top = scores[s] > top ? scores[s] : top;
+    vec sums = {};
+    int64_t s = from;
+    for (; s + LANES <= to; s += LANES) {
+        vec weights = exponential(load(scores + s) - top);
+        store(scores + s, weights);
+        sums += weights;
+    }
+    float sum = total(sums);
+    if (s < to) {
+        float rest[LANES] = {0};
+        memcpy(rest, scores + s, (size_t)(to - s) * sizeof(float));
+        store(rest, exponential(load(rest) - top));
+        for (int64_t i = 0; s < to; i++, s++) sum += scores[s] = rest[i];
+    }
+    memset(scores, 0, (size_t)from * sizeof(float));
+    memset(scores + to, 0, (size_t)(count - to) * sizeof(float));
+    return sum;
+}
+
+/* The query heads of one group of a bunch of rows weigh all that those see. */
+static void attend(const Run *run, const Layer *layer, int64_t index, int64_t bunch, int64_t group, int number) {
     const Model *model = run->model;
     const Step *step = run->step;
-    int64_t C = model->channels, G = model->groups, H = model->heads, each = H / G, position = step->positions[row];
-    const int64_t *table = step->tables + row * step->width;
-    const float *q = run->wide + (row * (H + 2 * G) + group * each) * C;
-    int64_t size = model->blocks * model->block * G * C;
-    const float *keys = model->cache + 2 * index * size + group * C, *values = keys + size;
-    int64_t first = layer->window && position >= layer->window ? position - layer->window + 1 : 0;
-    int64_t count = position + 1 - first;
-    float *scores = run->scores + number * run->scores_stride; /* [each, count] */
-    for (int64_t s = 0; s < count; s++) {
-        int64_t at = first + s;
-        const float *key = keys + place_of(model, table, at);
-        for (int64_t h = 0; h < each; h++) {
-            float score = dot(q + h * C, key, C) * layer->scale;
-            scores[h * count + s] = layer->softcap > 0 ? tanhf(score / layer->softcap) * layer->softcap : score;
+    int64_t C = model->channels, G = model->groups, H = model->heads, each = H / G, S = model->block;
+    int64_t row = run->bunches[bunch], rows = run->bunches[bunch + 1] - row, count = rows * each;
+    const int64_t *table = step->tables + row * step->width, *positions = step->positions + row;
+    int64_t from = first_seen(layer, positions[0]) / PANEL * PANEL, to = positions[rows - 1] + 1;
+    float *queries = run->room + number * run->room_size, *sums = queries + run->most_queries * C;
+    float *scores = sums + run->most_queries; /* [count, stride] */
+    int64_t stride = run->most_keys;
+    for (int64_t r = 0; r < rows; r++) {
+        const float *q = run->wide + ((row + r) * (H + 2 * G) + group * each) * C;
+        memcpy(queries + r * each * C, q, (size_t)(each * C) * sizeof(float));
+    }
+    for (int64_t s = from; s < to; s += 2 * PANEL) {
+        const float *keys[2];
+        int panels = s + PANEL < to ? 2 : 1;
+        for (int panel = 0; panel < panels; panel++) {
+            int64_t at = s + panel * PANEL;
+            keys[panel] = keys_at(model, index, table[at / S], group) + at % S * C;
+        }
+        for (int64_t first = 0; first < count; first += ROWS) {
+            int64_t some = count - first < ROWS ? count - first : ROWS;
+            vec out[ROWS][2][VECTORS];
+            memset(out, 0, sizeof(out));
+            multiply(some, panels, queries + first * C, C, keys, C, out);
+            for (int64_t i = 0; i < some; i++)
+                for (int panel = 0; panel < panels; panel++)
+                    put(scores + (first + i) * stride + s - from + panel * PANEL, out[i][panel], PANEL);
         }
     }
-    float *out = run->mixed + (row * H + group * each) * C;
-    memset(out, 0, (size_t)(each * C) * sizeof(float));
-    for (int64_t h = 0; h < each; h++) {
-        float *own_scores = scores + h * count, top = own_scores[0];
-        for (int64_t s = 1; s < count; s++) top = own_scores[s] > top ? own_scores[s] : top;
-        vec sums = {};
-        int64_t s = 0;
-        for (; s + LANES <= count; s += LANES) {
-            vec weights = exponential(load(own_scores + s) - top);
-            store(own_scores + s, weights);
-            sums += weights;
-        }
-        float sum = total(sums);
-        if (s < count) {
-            float rest[LANES] = {0};
-            memcpy(rest, own_scores + s, (size_t)(count - s) * sizeof(float));
-            store(rest, exponential(load(rest) - top));
-            for (int64_t i = 0; s < count; i++, s++) sum += own_scores[s] = rest[i];
-        }
-        for (int64_t i = 0; i < count; i++) own_scores[i] /= sum;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t position = positions[i / each];
+        sums[i] = soften(layer, scores + i * stride, first_seen(layer, position) - from, position + 1 - from, to - from);
     }
-    for (int64_t s = 0; s < count; s++) {
-        int64_t at = first + s;
-        const float *value = values + place_of(model, table, at);
-        for (int64_t h = 0; h < each; h++) {
-            float weight = scores[h * count + s], *mixed = out + h * C;
-            for (int64_t c = 0; c < C; c++) mixed[c] += weight * value[c];
+    float *mixed = run->mixed + (row * H + group * each) * C; /* of a row; that of the next is H * C further */
+    int64_t whole = C / PANEL * PANEL, rest = C - whole;
+    for (int64_t first = 0; first < count; first += ROWS) {
+        int64_t some = count - first < ROWS ? count - first : ROWS;
+        for (int64_t c = 0; c < whole; c += 2 * PANEL) {
+            int panels = c + PANEL < whole ? 2 : 1;
+            vec out[ROWS][2][VECTORS];
+            memset(out, 0, sizeof(out));
+            for (int64_t s = from, next; s < to; s = next) {
+                next = s / S * S + S < to ? s / S * S + S : to;
+                const float *block = values_at(model, index, table[s / S], group) + s % S * PANEL;
+                const float *values[2] = {block + c * S, block + (c + PANEL) * S};
+                multiply(some, panels, scores + first * stride + s - from, stride, values, next - s, out);
+            }
+            for (int64_t i = first; i < first + some; i++)
+                for (int panel = 0; panel < panels; panel++) {
+                    for (int v = 0; v < VECTORS; v++) out[i - first][panel][v] /= sums[i];
+                    float *own = mixed + i / each * H * C + i % each * C;
+                    put(own + c + panel * PANEL, out[i - first][panel], PANEL);
+                }
         }
     }
+    for (int64_t i = 0; i < count && rest; i++) {
+        float *own = mixed + i / each * H * C + i % each * C + whole;
+        memset(own, 0, (size_t)rest * sizeof(float));
+        for (int64_t s = from; s < to; s++) {
+            const float *value = values_at(model, index, table[s / S], group) + whole * S + s % S * rest;
+            for (int64_t c = 0; c < rest; c++) own[c] += scores[i * stride + s - from] * value[c];
+        }
+        for (int64_t c = 0; c < rest; c++) own[c] /= sums[i];
+    }
+}
+
+/* Cut the rows into bunches of neighbouring positions of one prompt, as many as a product takes at a time. */
+static void bunch(Run *run) {
+    const Step *step = run->step;
+    int64_t each = run->model->heads / run->model->groups, most = each < ROWS ? ROWS / each : 1, begun = 0;
+    size_t table = (size_t)step->width * sizeof(int64_t);
+    run->bunch_count = 0;
+    for (int64_t row = 0; row < step->rows; row++) {
+        const int64_t *own = step->tables + row * step->width, *positions = step->positions + row;
+        if (row == 0 || row - begun == most || positions[0] != positions[-1] + 1 || memcmp(own, own - step->width, table))
+            run->bunches[run->bunch_count++] = begun = row;
+        if (positions[0] + 1 > run->most_keys) run->most_keys = positions[0] + 1;
+    }
+    run->bunches[run->bunch_count] = step->rows;
+    run->most_keys = (run->most_keys + PANEL - 1) / PANEL * PANEL;
+    run->most_queries = most * each;
 }
 
 static void cap(const Run *run) {
@@ -648,8 +732,9 @@ static void work(int number, void *about) {
         for (long unit; (unit = take(run->team, rows * model->groups)) >= 0;)
             keep(run, layer, index, unit % rows, unit / rows);
         meet(run->team);
-        for (long unit; (unit = take(run->team, rows * model->groups)) >= 0;)
-            attend(run, layer, index, unit % rows, unit / rows, number);
+        int64_t bunches = run->bunch_count;
+        for (long unit; (unit = take(run->team, bunches * model->groups)) >= 0;)
+            attend(run, layer, index, unit % bunches, unit / bunches, number);
         meet(run->team);
         project(run, &layer->o, 4 * index + 1, run->mixed, run->wide, model->hidden);
         add(run, run->wide, layer->post_attention_norm, layer->mlp_norm);
@@ -667,28 +752,32 @@ static void work(int number, void *about) {
 /* Run the token of every row at its position: 0, or -1 if there is no memory. Rows may be positions of one prompt. */
 int run_rows(const Model *model, const Step *step, Team *team) {
     int64_t inner = model->heads * model->channels, wide = inner + 2 * model->groups * model->channels;
-    int64_t widest = wide > model->hidden ? wide : model->hidden, ranks = 0, longest = 0;
+    int64_t widest = wide > model->hidden ? wide : model->hidden, ranks = 0;
     for (int64_t s = 0; s < step->spans; s++)
         for (int64_t which = 0; which <= 4 * model->layers; which++)
             if (step->span[s].factors[which].rank > ranks) ranks = step->span[s].factors[which].rank;
-    for (int64_t row = 0; row < step->rows; row++)
-        if (step->positions[row] + 1 > longest) longest = step->positions[row] + 1;
     Run run = {.model = model, .step = step, .team = team};
     run.low_stride = PARTS * ranks;
-    run.scores_stride = (model->heads / model->groups) * longest + LANES;
+    run.bunches = malloc((size_t)(step->rows + 1) * sizeof(int64_t));
+    if (!run.bunches) return -1;
+    bunch(&run);
+    run.room_size = run.most_queries * (model->channels + 1 + run.most_keys);
     int64_t turns = model->kinds * model->channels;
     int64_t sizes[] = {model->hidden, model->hidden, widest, inner, model->mlp, run.low_stride, turns};
     float **parts[] = {&run.x, &run.normed, &run.wide, &run.mixed, &run.fed, &run.low, &run.turns};
-    int64_t floats = team->threads * run.scores_stride;
+    int64_t floats = team->threads * run.room_size;
     for (int i = 0; i < 7; i++) floats += step->rows * sizes[i];
     float *memory = malloc((size_t)floats * sizeof(float));
-    if (!memory) return -1;
+    if (!memory) {
+        free(run.bunches);
+        return -1;
+    }
     float *at = memory;
     for (int i = 0; i < 7; i++) {
         *parts[i] = at;
         at += step->rows * sizes[i];
     }
-    run.scores = at;
+    run.room = at;
     if (step->hidden) run.normed = step->hidden;
     int64_t weights = size_of(&model->head);
     for (int64_t index = 0; index < model->layers; index++) {
@@ -697,6 +786,7 @@ int run_rows(const Model *model, const Step *step, Team *team) {
     }
     together(team, work, &run, step->rows * weights);
     free(memory);
+    free(run.bunches);
     return 0;
 }
 
