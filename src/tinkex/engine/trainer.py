@@ -46,19 +46,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinkex.engine")
 
-LOGITS_BUDGET = 1 << 22
+LOGITS_BUDGET = 1 << 24
 """How many logits are computed at once."""
 
 LEAST_ROWS = 64
 """… but of so many tokens at least: reading the head's weights takes as long as a product with so many."""
 
-KEPT_LOGITS = 1 << 24
+KEPT_LOGITS = 1 << 28
 """A step with no more logits than this keeps them for backward; one with more computes them again."""
 
 KEPT_SHARE = 0.2
 """On an accelerator it keeps those that take no more than this share of the memory that is free."""
 
-ROOMIER = 64
+ROOMIER = 16
 """An accelerator computes so many times as many at once."""
 
 SPARE_BEYOND = 4
