@@ -39,7 +39,8 @@ SMALLEST_SLAB = 128
 FIRST_SLOTS = 32
 """Room in a new slab. It takes memory where rows lie, so that more costs little; making room later means a copy."""
 CUDA_TILE = 512
-"""Queries attended at once in prefill on a GPU; on a CPU a block of them, so that the bits do not depend on more."""
+"""Queries attended at once in prefill on a GPU, where its kernel cannot take whole prompts; on a CPU a block of them,
+so that the bits do not depend on more."""
 KEPT_SLAB = 512 << 20
 """An empty slab of up to so many bytes is kept: to touch fresh memory takes longer than many a job."""
 LONG_ATTENTION = 1 << 18

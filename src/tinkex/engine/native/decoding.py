@@ -1,6 +1,7 @@
 """Prompts and decoding by `step.c`, from blocks where they lie: what `tinkex.engine.decoding` does by PyTorch.
 
-A position of a prompt is a row like any other, so that where a prompt is cut changes no bit.
+A position of a prompt is a row like any other, so that where a prompt is cut changes no bit. Within a block C lays keys
+and values out in panels, so nobody else may read them; blocks are copied and cleared whole.
 
 Axes: T tokens of a pass, B rows, N blocks of a row, D hidden, V vocabulary.
 """
