@@ -40,24 +40,28 @@ def test_a_state_is_summed_up_without_loss(device: str) -> None:
     assert float((normed - normed_exact).norm()) < 0.003 * float(normed_exact.norm())  # it is rounded, once
 
 
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_pass_through_sums_of_two_parts(device: str) -> None:
-    weight = 1 + halves(96, seed=1, device=device)
-    into = halves(3, 7, 96, seed=9, device=device)
+def test_gradients_pass_through_sums_and_their_norms(device: str, dtype: torch.dtype, near: float) -> None:
+    weight, into = 1 + halves(96, seed=1, device=device), halves(3, 7, 96, seed=9, device=device)
 
-    def gradient(dtype: torch.dtype) -> torch.Tensor:
-        start = halves(7, 96, seed=0, device=device).to(dtype).requires_grad_()
-        x, rest, loss = start, None, torch.zeros((), device=device)
+    def gradient(of: torch.dtype, *, ours: bool) -> torch.Tensor:
+        start = halves(7, 96, seed=0, device=device).to(of).requires_grad_()
+        x, rest, loss = start, None, torch.zeros((), device=device, dtype=torch.float64)
         for layer in range(3):
-            x, rest, normed = add_norm(x, rest, torch.tanh(x), weight.to(dtype), EPS)
-            loss = loss + (normed * into[layer].to(dtype)).float().sum()
-        assert (rest is None) == (dtype == torch.float32)
+            share = torch.tanh(x)
+            if ours:
+                x, rest, normed = add_norm(x, rest, share, weight.to(of), EPS)
+            else:
+                x = x + share
+                normed = F.rms_norm(x, weight.shape, weight.to(of), EPS)
+            loss = loss + (normed * into[layer].to(of)).double().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         assert start.grad is not None
-        return start.grad.float()
+        return start.grad.double()
 
-    exact = gradient(torch.float32)
-    assert float((gradient(torch.bfloat16) - exact).norm()) < 0.03 * float(exact.norm())
+    exact = gradient(torch.float64, ours=False)
+    assert float((gradient(dtype, ours=True) - exact).norm()) < near * float(exact.norm())
 
 
 @pytest.mark.parametrize("device", DEVICES)
