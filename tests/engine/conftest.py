@@ -31,6 +31,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from tinkex.engine import products
 from tinkex.engine.native.library import load
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
@@ -250,3 +251,13 @@ def sample() -> Sample:
         raise AssertionError("the job vanished")
 
     return run
+
+
+@pytest.fixture(params=["pytorch", "onednn"])
+def either_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once as weights of their size are multiplied on a CPU, and once as large ones are."""
+    if request.param == "onednn":
+        if products.onednn() is None:
+            pytest.skip("no oneDNN here")
+        monkeypatch.setattr(products, "LEAST_FOR_ONEDNN", 0)
+        monkeypatch.setattr(products, "is_intel", lambda: False)

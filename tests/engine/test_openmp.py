@@ -12,6 +12,7 @@ import torch
 from engine.conftest import Sample
 from tinkex.engine import decoding, row_adapters
 from tinkex.engine.openmp import Threads, _runtime
+from tinkex.engine.products import onednn
 from tinkex.engine.sampler import Limits, Sampler
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import ModelInput
@@ -71,7 +72,7 @@ def test_in_a_decoding_step_products_have_all_threads_and_the_rest_one(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: dict[str, set[int]] = {"products": set(), "adapters": set()}
-    multiply, add_share = row_adapters._onednn(), row_adapters._add_share
+    multiply, add_share = onednn(), row_adapters._add_share
     if multiply is None:
         pytest.skip("PyTorch has no oneDNN here")
 
@@ -84,7 +85,7 @@ def test_in_a_decoding_step_products_have_all_threads_and_the_rest_one(
 
     engine.snapshot("a", "s")
     torch.set_num_threads(2)
-    monkeypatch.setattr(row_adapters, "_onednn", lambda: seen("products", multiply))
+    monkeypatch.setattr(row_adapters, "onednn", lambda: seen("products", multiply))
     monkeypatch.setattr(row_adapters, "_add_share", seen("adapters", add_share))
     params = SamplingParams(max_tokens=4, stop=[])
     request = SampleRequest(prompt=ModelInput.from_ints([1, 2, 3]), sampling_params=params)

@@ -1,15 +1,27 @@
-"""What half precision may not cost: states are summed up without loss, and logits are not rounded."""
+"""What half precision may not cost: states are summed up without loss, logits are not rounded, and routes stay."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tinkex.engine.elementwise import add_norm
+from engine.references import adapter_of, gradients, randomise
+from tinkex.engine import run_pass
+from tinkex.engine.decoder import BARE
+from tinkex.engine.elementwise import add_norm, cut_off
+from tinkex.engine.experts import Experts
 from tinkex.engine.lora import Factors, Linear
+from tinkex.engine.products import base_product
 from tinkex.engine.row_adapters import BankShare
-from tinkex.engine.span_adapters import Share, base_product, forward
+from tinkex.engine.span_adapters import Share, forward
+from tinkex.engine.torch_engine import TorchEngine
+from tinkex.types.training import LoraConfig
+
+if TYPE_CHECKING:
+    from engine.conftest import Checkpoint, Data
 
 DEVICES = [
     "cpu",
@@ -38,6 +50,9 @@ def test_a_state_is_summed_up_without_loss(device: str) -> None:
     assert float(lost) > 0.002 * float(exact.norm())
     normed_exact = F.rms_norm(exact, weight.shape, weight.double(), EPS)
     assert float((normed - normed_exact).norm()) < 0.003 * float(normed_exact.norm())  # it is rounded, once
+    cut = cut_off(x, rest, normed, weight, EPS)
+    assert cut is not None
+    assert float((normed + cut - normed_exact).norm()) < 5e-5 * float(normed_exact.norm())
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
@@ -70,13 +85,14 @@ def test_single_precision_has_no_second_part(device: str) -> None:
     summed, rest, _ = add_norm(x, None, share, weight[0], EPS)
     assert rest is None
     assert torch.equal(summed, x + share)
+    assert cut_off(summed, rest, summed, weight[0], EPS) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator")
 @pytest.mark.parametrize("rank", [8, 200])
 def test_logits_are_not_rounded(rank: int) -> None:
     x, weight = halves(12, 64, seed=0, device="cuda"), halves(500, 64, seed=1, device="cuda")
-    head = Linear("lm_head", "unembed", weight, None, ["lm_head"], [500], is_head=True)
+    head = Linear("lm_head", "unembed", weight, None, ["lm_head"], [500], wide=True)
     factors = Factors(halves(rank, 64, seed=2, device="cuda"), [halves(500, rank, seed=3, device="cuda")], 0.25)
     exact = x.double() @ weight.double().t()
     logits = base_product(x, head)
@@ -90,3 +106,68 @@ def test_logits_are_not_rounded(rank: int) -> None:
     for ours in (by_span, by_row):
         assert ours.dtype == torch.float32
         assert float((ours - exact).abs().max()) < 1e-3 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_route_by_what_was_cut_off_too(device: str) -> None:
+    wide, router = (torch.randn(*size, generator=torch.Generator().manual_seed(3)) for size in ((900, 64), (32, 64)))
+    experts = Experts(router.to(device), [], chosen=4, normed=True)
+    wide = wide.to(device)
+    rounded = wide.bfloat16()
+    weights, chosen = experts.route(wide)
+    again_weights, again = experts.route(rounded, wide - rounded)
+    assert torch.equal(again, chosen)
+    torch.testing.assert_close(again_weights, weights, atol=1e-5, rtol=0)
+    assert not torch.equal(experts.route(rounded)[1], chosen)
+
+
+def test_a_model_tells_its_experts_what_was_cut_off(
+    checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, route = [], Experts.route
+
+    def noted(self: Experts, x_TD: torch.Tensor, cut_TD: torch.Tensor | None = None) -> Any:
+        seen.append((x_TD, cut_TD))
+        return route(self, x_TD, cut_TD)
+
+    monkeypatch.setattr(Experts, "route", noted)
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = TorchEngine({"m": checkpoint("qwen3-moe")}, dtype=dtype, threads=1)
+        engine.create("a", "m", LoraConfig(rank=8))
+        run_pass(engine, "a", data(5, 17), "cross_entropy", {}, backward=False)
+        assert seen
+        for x, cut in seen:
+            if dtype == torch.float32:
+                assert cut is None
+            else:
+                assert cut is not None
+                assert 0 < float(cut.abs().max()) <= float(x.abs().max()) / 256
+        seen.clear()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mixtures_add_up_in_single_precision_and_learn_as_they_do_there(
+    device: str, checkpoint: Checkpoint, data: Data
+) -> None:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = TorchEngine({"m": checkpoint("qwen3-moe")}, device=device, dtype=dtype)
+        engine.create("a", "m", LoraConfig(rank=8))
+        adapter = adapter_of(engine)
+        randomise(adapter)
+        run_pass(engine, "a", data(5, 17, 30), "cross_entropy", {})
+        found.append({name: grad.double().cpu() for name, grad in gradients(adapter).items()})
+        for layer in adapter.model.layers:
+            assert layer.o.wide
+            if isinstance(layer.mlp, Experts):
+                assert layer.mlp(torch.ones(3, 32, device=device, dtype=dtype), BARE).dtype == torch.float32
+    exact, ours = found
+    error = sum(float((ours[name] - exact[name]).square().sum()) for name in exact)
+    assert error < 0.01 * sum(float(grad.square().sum()) for grad in exact.values())
+
+
+def test_what_dense_models_add_is_rounded(checkpoint: Checkpoint) -> None:
+    """It costs them little, and time is dear."""
+    engine = TorchEngine({"m": checkpoint("qwen3")}, threads=1)
+    engine.create("a", "m", LoraConfig(rank=8))
+    assert not any(linear.wide for linear in adapter_of(engine).model.linears()[:-1])

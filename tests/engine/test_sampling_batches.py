@@ -12,9 +12,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.conftest import FAMILIES, SMALL, Checkpoint
+from engine.references import adapter_of, randomise
 from tinkex.engine import EngineError, choices, decoding, run_pass
 from tinkex.engine.cache import BLOCK, Blocks, block_bytes, prompt_keys
 from tinkex.engine.choices import choose, uniforms
+from tinkex.engine.decoder import BARE, Lora
 from tinkex.engine.decoding import StaticDecoding
 from tinkex.engine.row_adapters import Bank
 from tinkex.engine.sampler import Limits, Sampler
@@ -24,6 +26,7 @@ from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import LoraConfig
 
 ADAPTERS = {"one": LoraConfig(rank=4), "two": LoraConfig(rank=7, train_mlp=False), "three": LoraConfig(rank=16, seed=5)}
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator")
 WAYS = pytest.mark.parametrize("way", ["native", "slabs", "static"])
 
 
@@ -129,6 +132,7 @@ MIXED: list[tuple[str, SampleRequest, int]] = [
     ("prefixes", "threads"), [(True, 1), (False, 1), (True, 2)], ids=["sharing", "not-sharing", "two-threads"]
 )
 @pytest.mark.parametrize("way", ["native", "slabs"])
+@pytest.mark.usefixtures("either_library")
 def test_neighbours_change_no_bit(
     way: str, prefixes: bool, threads: int, limits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -490,3 +494,36 @@ def test_short_prompts_run_as_rows_and_long_ones_in_chunks(limits: Any, monkeypa
         for one, two in zip(expected[name].sequences, result.sequences, strict=True):
             assert one.tokens == two.tokens
             np.testing.assert_allclose(one.logprobs_np, two.logprobs_np, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_a_bank_holds_what_was_asked_for_last_and_nothing_else(device: str, directory: Path) -> None:
+    """Adapters of several kinds come and go, some into the place of another."""
+    engine = TorchEngine({"m": directory}, device=device, dtype=torch.float32)
+    kinds = [LoraConfig(rank=4), LoraConfig(rank=4, train_mlp=False), LoraConfig(rank=7), LoraConfig(rank=8)]
+    loras: dict[int, Lora] = {}
+    for number in range(1, 9):
+        engine.create(str(number), "m", kinds[number % len(kinds)])
+        randomise(adapter_of(engine, str(number)), number)
+        loras[number] = Lora(adapter_of(engine, str(number)).factors())
+    linears = adapter_of(engine, "1").model.linears()
+    bank, random = Bank(adapter_of(engine, "1").model, 24), np.random.default_rng(5)
+    overwritten = 0
+    for _ in range(60):
+        wanted = sorted(random.choice(list(loras), int(random.integers(1, 4)), replace=False).tolist())
+        before = {place.start for number, place in bank._places.items() if number not in wanted}
+        stayed = set(bank._places)
+        if not bank.place({number: loras[number] for number in wanted}):
+            bank = Bank(adapter_of(engine, "1").model, 24)
+            assert bank.place({number: loras[number] for number in wanted})
+        overwritten += sum(bank._places[number].start in before for number in wanted if number not in stayed)
+        share = bank.share(torch.tensor([*wanted, 0], device=device))
+        for linear in linears:
+            x = torch.randn(1, linear.weight_ND.shape[1], device=device).expand(len(wanted) + 1, -1)
+            ours = share.linear(x, linear)
+            for row, number in enumerate(wanted):
+                torch.testing.assert_close(ours[row], loras[number].linear(x, linear)[row], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(ours[-1], BARE.linear(x, linear)[-1], atol=1e-4, rtol=1e-4)
+            if len(wanted) == 1:  # with no mask, what had stayed of another would show
+                torch.testing.assert_close(bank.whole().linear(x, linear)[0], ours[0], atol=1e-4, rtol=1e-4)
+    assert overwritten > 10

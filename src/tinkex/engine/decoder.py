@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkex.engine.attention import soft_cap, widened
 from tinkex.engine.config import AttentionRule, DecoderConfig
-from tinkex.engine.elementwise import add_norm, gated, norm, turned_heads
+from tinkex.engine.elementwise import add_norm, cut_off, gated, norm, turned_heads
 from tinkex.engine.lora import Factors, Linear
 from tinkex.engine.span_adapters import Share, SpanAdapters, forward
+
+if TYPE_CHECKING:
+    from tinkex.engine.experts import Experts
 
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of one layer: (layer, q_THC, k_TGC, v_TGC) -> [T, H*C]."""
@@ -55,16 +58,6 @@ class Lora:
 
 BARE = Lora({})
 """No adapter: the base model as it is."""
-
-
-class FeedForward(Protocol):
-    """What a layer does to each token by itself: one mlp, or several experts of which some are chosen."""
-
-    def __call__(self, x_TD: torch.Tensor, lora: Adaptation) -> torch.Tensor:
-        """The share that is added to the tokens of a pass."""
-
-    def linears(self) -> Iterator[Linear]:
-        """Its layers that can carry LoRA factors, in a fixed order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +90,7 @@ class Layer:
     qkv: Linear
     o: Linear
     mlp_norm_D: torch.Tensor
-    mlp: FeedForward
+    mlp: Mlp | Experts
     q_norm_C: torch.Tensor | None = None
     k_norm_C: torch.Tensor | None = None
     post_attention_norm_D: torch.Tensor | None = None
@@ -199,7 +192,11 @@ def _layer(
     mixed_TD = lora.linear(attend(index, q, k, v), layer.o)
     mixed_TD = _optional_norm(mixed_TD, layer.post_attention_norm_D, eps)
     x_TD, rest_TD, normed_TD = add_norm(x_TD, rest_TD, mixed_TD, layer.mlp_norm_D, eps)
-    fed_TD = _optional_norm(layer.mlp(normed_TD, lora), layer.post_mlp_norm_D, eps)
+    if isinstance(layer.mlp, Mlp):
+        fed_TD = layer.mlp(normed_TD, lora)
+    else:
+        fed_TD = layer.mlp(normed_TD, lora, cut_off(x_TD, rest_TD, normed_TD, layer.mlp_norm_D, eps))
+    fed_TD = _optional_norm(fed_TD, layer.post_mlp_norm_D, eps)
     return add_norm(x_TD, rest_TD, fed_TD, next_norm_D, eps)
 
 

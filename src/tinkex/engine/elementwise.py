@@ -59,6 +59,16 @@ def add_norm(
     return summed, left, normed
 
 
+@torch.no_grad()
+def cut_off(
+    summed: torch.Tensor, rest: torch.Tensor | None, normed: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor | None:
+    """What rounding has cut off the norm that `add_norm` gave, in single precision; None where nothing was."""
+    if rest is None:
+        return None
+    return F.rms_norm(summed.float() + rest, weight.shape, weight.float(), eps) - normed
+
+
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if (fused := kernels_for(x)) is not None and _fits(x):
         out: torch.Tensor = fused.norm_forward(x, weight, eps)

@@ -26,14 +26,17 @@ class Experts:
     """The sparse counterpart of an mlp."""
 
     router_ED: torch.Tensor
-    """In float32 at least: a route that flips between training and sampling costs more than all other rounding."""
+    """In float32 at least: a route that flips between training and sampling costs more than all other rounding.
+
+    For the same reason what is added to the states of a mixture is not rounded to half precision.
+    """
     each: Sequence[Mlp]
     chosen: int
     normed: bool
 
-    def __call__(self, x_TD: torch.Tensor, lora: Adaptation) -> torch.Tensor:
-        """The share that is added to the tokens of a pass."""
-        weights_TK, experts_TK = self.route(x_TD)
+    def __call__(self, x_TD: torch.Tensor, lora: Adaptation, cut_TD: torch.Tensor | None = None) -> torch.Tensor:
+        """The share that is added to tokens, in float32 at least; the router also reads what rounding cut off them."""
+        weights_TK, experts_TK = self.route(x_TD, cut_TD)
         order_S = experts_TK.flatten().argsort(stable=True)
         tokens_S = order_S // self.chosen
         counts = torch.bincount(experts_TK.flatten(), minlength=len(self.each)).tolist()
@@ -46,15 +49,16 @@ class Experts:
         places_S = torch.empty_like(order_S)
         places_S[order_S] = torch.arange(order_S.shape[0], device=order_S.device)
         y_TKD = torch.cat(outputs)[places_S].view(*weights_TK.shape, -1)
-        return torch.einsum("tkd,tk->td", y_TKD, weights_TK)
+        return torch.einsum("tkd,tk->td", y_TKD.to(weights_TK.dtype), weights_TK)
 
-    def route(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, x_TD: torch.Tensor, cut_TD: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """For each token its experts, likeliest first, and their weights."""
-        probs_TE = F.linear(x_TD.to(self.router_ED.dtype), self.router_ED).softmax(-1)
+        wide_TD = x_TD.to(self.router_ED.dtype)
+        probs_TE = F.linear(wide_TD if cut_TD is None else wide_TD + cut_TD, self.router_ED).softmax(-1)
         weights_TK, experts_TK = probs_TE.topk(self.chosen, dim=-1)
         if self.normed:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return weights_TK.to(x_TD.dtype), experts_TK
+        return weights_TK, experts_TK
 
     def linears(self) -> Iterator[Linear]:
         """Projections of one kind side by side, so that the factors of all experts can be read as one tensor."""

@@ -47,8 +47,12 @@ class Linear:
     sizes: list[int]
     sharers: int = 1
     """How many linear layers share the rank of an adapter: the experts of a layer, else this one alone."""
-    is_head: bool = False
-    """Whether it gives logits, which are not rounded to half precision where the device can leave that out."""
+    wide: bool = False
+    """Whether results are not rounded to half precision where the device can leave that out.
+
+    Logits are the largest numbers there are, and to round one moves a probability by percents; and what rounding does
+    to the states of a mixture sends tokens to other experts.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,11 @@ import torch.nn.functional as F
 
 from tinkex.engine.copies import to_device
 from tinkex.engine.openmp import Threads
-from tinkex.engine.span_adapters import ROWS, add_product, base_product
+from tinkex.engine.products import add_product, base_product, onednn
+from tinkex.engine.span_adapters import ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from tinkex.engine.decoder import Decoder, Lora
     from tinkex.engine.lora import Factors, Linear
@@ -49,7 +50,7 @@ class Products:
         size = sum(linear.weight_ND.numel() * linear.weight_ND.element_size() for linear in model.linears())
         like = model.embed_VD
         fits = like.device.type == "cpu" and like.dtype == torch.float32 and size <= most_bytes
-        self._multiply = _onednn() if fits else None
+        self._multiply = onednn() if fits else None
         self._threads = Threads(torch.get_num_threads()) if like.device.type == "cpu" else nullcontext()
         self._packed: dict[str, torch.Tensor] = {}
 
@@ -67,14 +68,6 @@ class Products:
             if weight is None:
                 weight = self._packed[linear.name] = torch.ops.mkldnn._reorder_linear_weight(linear.weight_ND)
             return self._multiply(x_TD, weight, linear.bias_N, "none", [], "")
-
-
-def _onednn() -> Callable[..., torch.Tensor] | None:
-    """OneDNN's product with packed weights, where PyTorch has it."""
-    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # type: ignore[no-untyped-call]
-        operator: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
-        return operator
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,18 +193,29 @@ class Bank:
             wide = ranks * len(linear.sizes)
             self._a[linear.name] = torch.zeros(wide, inputs, dtype=like.dtype, device=like.device)
             self._b[linear.name] = torch.zeros(outputs, wide, dtype=like.dtype, device=like.device)
-        self._sizes = {linear.name: linear.sizes for linear in model.linears()}
         self._owner_R = torch.zeros(ranks, dtype=torch.int64, device=like.device)
         self._dtype = like.dtype
-        self._places: dict[int, tuple[int, int]] = {}
+        self._places: dict[int, _Place] = {}
 
     def place(self, adapters: Mapping[int, Lora]) -> bool:
-        """See that these adapters, by number (0 is the bare model), are in the bank; False if it is too small."""
-        for number in [known for known in self._places if known not in adapters]:
-            self._remove(number)
-        for number, lora in adapters.items():
-            if lora.factors and number not in self._places and not self._put(number, lora):
+        """See that these adapters, by number (0 is the bare model), are in the bank; False if it is too small.
+
+        One that comes where one of its kind leaves is written over it. Otherwise what leaves is wiped out first.
+        """
+        left = [self._places.pop(number) for number in list(self._places) if number not in adapters]
+        new = {n: lora for n, lora in adapters.items() if lora.factors and n not in self._places}
+        for number, lora in list(new.items()):
+            kind = _kind(lora)
+            if (found := next((place for place in left if place.kind == kind), None)) is not None:
+                left.remove(found)
+                self._put(number, new.pop(number), found)
+        for place in left:  # who owns zeros does not matter
+            torch._foreach_zero_([*place.a, *place.b])
+        for number, lora in new.items():
+            start = self._gap(widest(lora))
+            if start is None:
                 return False
+            self._put(number, lora, self._windows(start, lora))
         return True
 
     def share(self, numbers_T: torch.Tensor) -> BankShare:
@@ -222,40 +226,50 @@ class Bank:
         """The adaptation of a pass whose rows all belong to the one adapter there is."""
         return BankShare(self._a, self._b, None)
 
-    def _put(self, number: int, lora: Lora) -> bool:
-        most = widest(lora)
-        start = self._gap(most)
-        if start is None:
-            return False
-        self._places[number] = (start, most)
-        self._owner_R[start : start + most] = number
-        for name, factors in lora.factors.items():
-            row, rank = 0, factors.b_NR[0].shape[1]
-            a_each = torch.split(factors.a_RD, rank)
-            for module, (a_RD, b_NR) in enumerate(zip(a_each, factors.b_NR, strict=True)):
-                first = module * self.ranks + start
-                self._a[name][first : first + rank] = a_RD
-                self._b[name][row : row + b_NR.shape[0], first : first + rank] = b_NR * factors.scale
-                row += b_NR.shape[0]
-        return True
+    def _put(self, number: int, lora: Lora, place: _Place) -> None:
+        self._places[number] = place
+        self._owner_R[place.start : place.stop] = number
+        every = lora.factors.values()
+        torch._foreach_copy_(place.a, [a for x in every for a in x.a_RD.chunk(len(x.b_NR))])
+        torch._foreach_copy_(place.b, [b if x.scale == 1 else b * x.scale for x in every for b in x.b_NR])
 
     def _gap(self, rank: int) -> int | None:
         """The first run of free ranks that is long enough."""
         start = 0
-        for begin, size in sorted(self._places.values()):
-            if begin - start >= rank:
+        for place in sorted(self._places.values(), key=lambda place: place.start):
+            if place.start - start >= rank:
                 break
-            start = begin + size
+            start = place.stop
         return start if start + rank <= self.ranks else None
 
-    def _remove(self, number: int) -> None:
-        start, rank = self._places.pop(number)
-        self._owner_R[start : start + rank] = 0
-        for name, sizes in self._sizes.items():
-            for module in range(len(sizes)):
+    def _windows(self, start: int, lora: Lora) -> _Place:
+        """Where an adapter is written when it begins at this rank."""
+        a, b = [], []
+        for name, factors in lora.factors.items():
+            row = 0
+            for module, b_NR in enumerate(factors.b_NR):
+                size, rank = b_NR.shape
                 first = module * self.ranks + start
-                self._a[name][first : first + rank] = 0
-                self._b[name][:, first : first + rank] = 0
+                a.append(self._a[name][first : first + rank])
+                b.append(self._b[name][row : row + size, first : first + rank])
+                row += size
+        return _Place(start, start + widest(lora), _kind(lora), a, b)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """The ranks `[start, stop)` of a bank, and the parts of its matrices that one adapter takes there."""
+
+    start: int
+    stop: int
+    kind: list[tuple[str, int]]
+    a: list[torch.Tensor]
+    b: list[torch.Tensor]
+
+
+def _kind(lora: Lora) -> list[tuple[str, int]]:
+    """The linear layers that an adapter changes, with their ranks: adapters of one kind lie alike."""
+    return [(name, factors.b_NR[0].shape[1]) for name, factors in lora.factors.items()]
 
 
 @dataclass(frozen=True, slots=True)

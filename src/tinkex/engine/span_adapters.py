@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from tinkex.engine.elementwise import kernels_for
+from tinkex.engine.products import MOST_FUSED, add_product, base_product, product, weighed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 ROWS = 4
 """Spans are padded to a multiple of so many tokens."""
-
-MOST_FUSED = 128
-"""Up to this rank an accelerator adds an adapter's share with a kernel of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,51 +119,21 @@ def backward(
     wants_input: bool,
 ) -> torch.Tensor | None:
     """Add the gradients of each share's A and B to its buffer; returns the gradient of x, if that is wanted."""
-    dx_TD = dy_TN @ linear.weight_ND if wants_input else None
+    dx_TD = weighed(dy_TN, linear.weight_ND.t()) if wants_input else None
     for share, low_TR in zip(shares, lows, strict=True):
         here, factors = slice(share.start, share.stop), share.factors
         dy, dlows = dy_TN[here], []
         into_b = [None] * len(factors.b_NR) if share.into is None else share.into.b_NR
         for part, low, b, db in zip(_parts(dy, linear), _each(low_TR, linear), factors.b_NR, into_b, strict=True):
             if db is not None:
-                db.add_(_product(part.t(), low), alpha=factors.scale)
+                db.add_(product(part.t(), low), alpha=factors.scale)
             dlows.append(part @ b)
         dlow_TR = (dlows[0] if len(dlows) == 1 else torch.cat(dlows, dim=1)).mul_(factors.scale)
         if share.into is not None:
-            share.into.a_RD.add_(_product(dlow_TR.t(), x_TD[here]))
+            share.into.a_RD.add_(product(dlow_TR.t(), x_TD[here]))
         if dx_TD is not None:
             add_product(dx_TD[here], dlow_TR, factors.a_RD, 1.0)
     return dx_TD
-
-
-def base_product(x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """A linear layer of the base model.
-
-    Logits are the largest numbers there are, and to round one to half precision moves a probability by percents.
-    """
-    if linear.is_head and _can_widen(x_TD):
-        return torch.mm(x_TD, linear.weight_ND.t(), out_dtype=torch.float32)
-    return F.linear(x_TD, linear.weight_ND, linear.bias_N)
-
-
-def add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
-    """Add the scaled product of two low-rank factors, which may be of less precision."""
-    if low_TR.shape[1] <= MOST_FUSED and (fused := kernels_for(y_TN)) is not None and low_TR.dtype == torch.bfloat16:
-        fused.add_product(y_TN, low_TR, high_RN, scale)
-    elif y_TN.dtype == low_TR.dtype:
-        y_TN.addmm_(low_TR, high_RN, alpha=scale)
-    else:
-        y_TN.add_(_product(low_TR, high_RN), alpha=scale)
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Sums that are not rounded to the half precision of their factors where the device allows it."""
-    return torch.mm(left, right, out_dtype=torch.float32) if _can_widen(left) else left @ right
-
-
-def _can_widen(x: torch.Tensor) -> bool:
-    """Whether products of factors in half precision can be had in single precision."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _parts(y_TN: torch.Tensor, linear: Linear) -> Sequence[torch.Tensor]:
@@ -191,7 +159,8 @@ class _MixedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x_TD, *lows = ctx.saved_tensors
-        dx = backward(grads[0], x_TD, lows, ctx.linear, ctx.shares, wants_input=ctx.needs_input_grad[0])
+        dy_TN = grads[0].to(x_TD.dtype)
+        dx = backward(dy_TN, x_TD, lows, ctx.linear, ctx.shares, wants_input=ctx.needs_input_grad[0])
         return dx, None, None, None
 
 

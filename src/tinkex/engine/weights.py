@@ -101,7 +101,7 @@ def assemble(config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, device
         embed_VD=embed,
         layers=layers,
         norm_D=source.norm("model.norm", config.hidden),
-        head=Linear("lm_head", "unembed", head, None, ["lm_head"], [config.vocab], is_head=True),
+        head=Linear("lm_head", "unembed", head, None, ["lm_head"], [config.vocab], wide=True),
         frequencies=inverse_frequencies(config).to(device),
     )
 
@@ -125,23 +125,27 @@ class _Source:
         wide = torch.promote_types(self.dtype, torch.float32)
         return self.tensors.read(f"{module}.weight", (size,)).to(device=self.device, dtype=wide) + 1
 
-    def linear(self, prefix: str, name: str, group: str, inputs: int, bias: bool, **outputs: int) -> Linear:
+    def linear(
+        self, prefix: str, name: str, group: str, inputs: int, bias: bool, *, wide: bool = False, **outputs: int
+    ) -> Linear:
         """Projections of one input, stacked."""
         modules, sizes = [prefix + module for module in outputs], list(outputs.values())
         parts = [self.get(f"{module}.weight", size, inputs) for module, size in zip(modules, sizes, strict=True)]
         biases = [self.get(f"{module}.bias", size) for module, size in zip(modules, sizes, strict=True) if bias]
-        return Linear(prefix + name, group, torch.cat(parts), torch.cat(biases) if bias else None, modules, sizes)
+        bias_N = torch.cat(biases) if bias else None
+        return Linear(prefix + name, group, torch.cat(parts), bias_N, modules, sizes, wide=wide)
 
     def layer(self, index: int) -> Layer:
         config, prefix = self.config, f"model.layers.{index}."
         hidden, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
         attn = prefix + "self_attn."
+        is_mixture = config.experts is not None
         # With norms after attention and mlp, the one that is called "post attention" elsewhere has this other name.
         before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
         return Layer(
             input_norm_D=self.norm(prefix + "input_layernorm", hidden),
             qkv=self.linear(attn, "qkv", "attn", hidden, config.qkv_bias, q_proj=query, k_proj=key, v_proj=key),
-            o=self.linear(attn, "o", "attn", query, config.o_bias, o_proj=hidden),
+            o=self.linear(attn, "o", "attn", query, config.o_bias, wide=is_mixture, o_proj=hidden),
             mlp_norm_D=self.norm(prefix + before_mlp, hidden),
             mlp=self.feed_forward(index, prefix + "mlp."),
             q_norm_C=self.norm(attn + "q_norm", config.head_dim) if config.qk_norm else None,
@@ -175,7 +179,7 @@ class _Source:
             down_ND[:] = self.tensors.read(f"{down}.weight", (hidden, size))
             return Mlp(
                 Linear(own + "gate_up", "mlp", gate_up_ND, None, [gate, up], [size, size], about.count),
-                Linear(own + "down", "mlp", down_ND, None, [down], [hidden], about.count),
+                Linear(own + "down", "mlp", down_ND, None, [down], [hidden], about.count, wide=True),
                 self.config.activation,
             )
 
