@@ -139,7 +139,7 @@ def main() -> None:
     from tinkex.server.app import create_app
     from tinkex.server.state import Limits
 
-    submission.STATE_OPERATIONS = 5
+    submission.STATE_OPERATIONS, submission.STATE_REST = 5, 0
     engine: Engine
     if len(sys.argv) > 5:
         from tinkex.engine import weights

@@ -19,6 +19,8 @@ from support import Clock, Wire, pass_json, sample_json, serving, step_json, wai
 from tinkex import ServiceClient, codec, protobuf, types
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
+from tinkex.protocol import OPERATIONS, PREFIX
+from tinkex.server.app import create_app
 from tinkex.server.journal import Journal
 from tinkex.server.promises import JUST_READ, KEEP_READ, KEEP_UNREAD, Promises
 from tinkex.server.state import Limits
@@ -1066,3 +1068,33 @@ def test_a_server_whose_engine_died_says_so_instead_of_waiting(tmp_path: Path) -
         for call in (lambda: client.save_state("late").result(10), lambda: sampler.compute_logprobs(prompt).result(10)):
             with pytest.raises(tinkex.InternalServerError, match="503: the server's engine has died"):
                 call()
+
+
+def test_operations_answer_to_their_own_method_alone(wire: Wire) -> None:
+    gets = {op.path for op in OPERATIONS if op.method == "GET"}
+    for path in {op.path for op in OPERATIONS if op.method == "POST" and "{" not in op.path} - gets:
+        assert wire.send(path, method="GET").status == 404
+    assert wire.send("asample", method="GET").json == {"detail": "there is no GET /api/v1/asample here"}
+
+
+def test_a_server_below_another_path_answers_there(tmp_path: Path) -> None:
+    """Where a proxy says which part of the path is its own."""
+    app = create_app(FakeEngine(), tmp_path)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b'{"sdk_version": "0.36.0"}'}
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    async def ask(root: str, path: str) -> int:
+        scope = {"type": "http", "method": "POST", "scheme": "http", "query_string": b"", "headers": []}
+        sent.clear()
+        await app({**scope, "root_path": root, "path": path}, receive, send)
+        return int(sent[0]["status"])
+
+    path = f"{PREFIX}/client/config"
+    assert asyncio.run(ask("", path)) == 200
+    assert asyncio.run(ask("/below", f"/below{path}")) == 200
+    assert asyncio.run(ask("", f"/below{path}")) == 404

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from support import pass_json, sample_json, step_json
+from support import Clock, pass_json, sample_json, step_json
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import AsgiExchange
@@ -319,6 +319,7 @@ def test_a_nameless_sampler_is_written_once_and_only_for_a_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(submission, "STATE_OPERATIONS", 4)
+    monkeypatch.setattr(submission, "STATE_REST", 0)
     written: Counter[str] = Counter()
 
     def note(method: str, subject: str) -> None:
@@ -456,6 +457,33 @@ def test_a_server_that_stops_does_not_wait_for_what_waits_for_a_request_that_can
             model = await first.model()
             await first.submit("forward_backward", pass_json(model, 2))
             await asyncio.wait_for(first.state.drain(), 20)
+
+    played(scenario)
+
+
+@pytest.mark.parametrize(("rest", "fewest", "most"), [(0, 6, 6), (4, 2, 3)])
+def test_states_that_take_long_are_written_less_often(
+    rest: int, fewest: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a second, and there is a step a second besides: of six steps, some rest."""
+    clock, saves = Clock(), []
+    monkeypatch.setattr(submission, "time", clock)
+    monkeypatch.setattr(submission, "STATE_OPERATIONS", 2)
+    monkeypatch.setattr(submission, "STATE_REST", rest)
+
+    def slow(method: str, subject: str) -> None:
+        if method == "save":
+            saves.append(subject)
+            clock.ahead += 1
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=slow)) as server:
+            model = await server.model()
+            for number in range(1, 12, 2):
+                await server.run("forward_backward", pass_json(model, number))
+                clock.ahead += 1
+                await server.run("optim_step", step_json(model, number + 1))
+            assert fewest <= len(saves) <= most
 
     played(scenario)
 

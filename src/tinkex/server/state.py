@@ -95,6 +95,8 @@ class LiveRun:
     """Operations since the last state was put on disk …"""
     state_time: float = field(default_factory=time.monotonic)
     """… and when that was."""
+    state_rest: float = 0.0
+    """For how many seconds after that there is no other, since it took so long."""
     new_state: int | None = None
     """The number of a state whose files are written and not in force yet."""
     enforcing: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -40,6 +40,9 @@ STATE_OPERATIONS = 32
 """After so many operations of a run, or …"""
 STATE_SECONDS = 30.0
 """… so many seconds, its next optimizer step puts its state on disk."""
+STATE_REST = 40
+"""But not before so many times the time that its last one took: that of a large model takes seconds, in which the
+engine does nothing else."""
 
 LEAVE_SECONDS = 10.0
 """How long a server that stops may take to put its runs on disk."""
@@ -221,15 +224,20 @@ def _work(state: State, live: LiveRun, number: int, call: Call, work: Callable[[
     result = work()
     if call.op in ("optim_step", "load_weights"):
         live.is_between_steps = True
-    overdue = live.since_state >= STATE_OPERATIONS or time.monotonic() - live.state_time >= STATE_SECONDS
     # What was loaded may be deleted once the client knows that it is loaded: that state cannot wait.
-    if call.op == "load_weights" or (call.op == "optim_step" and overdue):
+    if call.op == "load_weights" or (call.op == "optim_step" and _is_overdue(live)):
         write_state(state, live, number)
     return result
 
 
+def _is_overdue(live: LiveRun) -> bool:
+    waited = time.monotonic() - live.state_time
+    return waited >= live.state_rest and (live.since_state >= STATE_OPERATIONS or waited >= STATE_SECONDS)
+
+
 def write_state(state: State, live: LiveRun, number: int) -> None:
     """Write the files of a state, whole or not at all; it comes into force later. On the worker."""
+    began = time.monotonic()
     directory = state.run_directory(live.run.model_id)
     for unfinished in directory.glob("unfinished-*"):
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -240,6 +248,7 @@ def write_state(state: State, live: LiveRun, number: int) -> None:
         state.engine.save(live.run.model_id, scratch, optimizer=True)
         scratch.rename(written)
     live.new_state, live.since_state, live.state_time = number, 0, time.monotonic()
+    live.state_rest = STATE_REST * (live.state_time - began)
 
 
 def loaded_before(state: State, call: Call, model_id: str, number: int) -> Path | None:
