@@ -49,16 +49,13 @@ def service(engine: TorchEngine, *, socket: bool) -> Iterator[ServiceClient]:
         yield client
 
 
-def timed(run: Callable[[], object], device: str, rounds: int) -> float:
-    """Seconds in the middle; the first round is not counted."""
-    times = []
-    for _ in range(rounds + 1):
-        synchronize(device)
-        began = time.perf_counter()
-        run()
-        synchronize(device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+def timed(run: Callable[[], object], device: str) -> float:
+    """Seconds of one run."""
+    synchronize(device)
+    began = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - began
 
 
 def prompt(random: np.random.Generator, tokens: int) -> ModelInput:
@@ -98,10 +95,12 @@ def training(engine: TorchEngine, client: ServiceClient, data: list[Datum], devi
         passed.result()
         stepped.result()
 
-    alone = timed(lambda: ours(engine, device, {"alone": data}), device, rounds)
-    whole = timed(step, device, rounds)
-    again = timed(lambda: ours(engine, device, {"alone": data}), device, rounds)
-    alone = min(alone, again)
+    one: list[float] = []
+    other: list[float] = []
+    for _ in range(rounds + 1):  # in turn, since machines have moods; the first is not counted
+        one.append(timed(lambda: ours(engine, device, {"alone": data}), device))
+        other.append(timed(step, device))
+    alone, whole = statistics.median(one[1:]), statistics.median(other[1:])
     engine.drop("alone")
     print(f"training step of {total} tokens: engine alone {alone:.3f} s ({total / alone:.0f} tok/s)", flush=True)
     print(
@@ -120,10 +119,9 @@ def single(engine: TorchEngine, client: ServiceClient, rounds: int) -> SamplingC
     random, params = np.random.default_rng(0), SamplingParams(max_tokens=4, stop=[])
     alone: list[float] = []
     whole: list[float] = []
-    for _ in range(rounds):  # in turn, since machines have moods
-        time.sleep(
-            0.02
-        )  # the server's thread looks once more whether there is anything to do, and an engine has one thread
+    for _ in range(rounds):  # in turn, here too
+        # The server's thread looks once more whether there is anything to do, and an engine has one thread.
+        time.sleep(0.02)
         texts = prompt(random, 16), prompt(random, 16)
         began = time.perf_counter()
         draw(engine, "alone", texts[0], params)
