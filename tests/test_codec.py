@@ -327,15 +327,12 @@ def test_asset_pointers_cannot_be_trained_on() -> None:
 @pytest.fixture(scope="module")
 def official() -> Any:
     """The official package's generated messages, without importing the package itself."""
+    import importlib.metadata
     import importlib.util
-    from pathlib import Path
 
-    root = importlib.util.find_spec("tinker")
-    assert root is not None
-    assert root.origin is not None
-    spec = importlib.util.spec_from_file_location(
-        "official_messages", Path(root.origin).parent / "proto" / "tinker_public_pb2.py"
-    )
+    # not by its module, for which our own may stand in
+    written = importlib.metadata.distribution("tinker").locate_file("tinker/proto/tinker_public_pb2.py")
+    spec = importlib.util.spec_from_file_location("official_messages", str(written))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -17,7 +17,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags, Tracer
 
 from support import Keyed, Wire, serving, step_json
-from tinkex.cli import serve as serving_command
+from tinkex.cli.main import cli
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.metrics import JsonFormatter, access
 from tinkex.server.tracing import Tracing, is_wanted
@@ -222,7 +222,7 @@ def test_to_ask_for_spans_without_the_package_is_an_error_of_one_line(
     for name in [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    asked = CliRunner().invoke(serving_command.serve, ["--otel", "--data-dir", str(tmp_path)])
+    asked = CliRunner().invoke(cli, ["serve", "--otel", "--data-dir", str(tmp_path)])
     assert asked.exit_code == 2
     assert 'pip install "tinkex[otel]"' in asked.output
 
