@@ -17,7 +17,7 @@ import pytest
 import tinkex
 from support import Clock, Wire, pass_json, sample_json, serving, step_json, wait_until
 from tinkex import ServiceClient, codec, protobuf, types
-from tinkex.engine import EngineError
+from tinkex.engine import EngineError, Writer
 from tinkex.engine.fake import FakeEngine
 from tinkex.protocol import OPERATIONS, PREFIX
 from tinkex.server.app import create_app
@@ -424,14 +424,19 @@ def test_an_interrupted_save_leaves_nothing(
     path = f"tinker://{model}/weights/a"
     if overwrite:
         save(wire, model, 1, "a")
-    real = engine.save
+    real = engine.writer
 
-    def half(adapter: str, directory: Path, *, optimizer: bool) -> None:
-        real(adapter, directory, optimizer=optimizer)
-        raise OSError("no space left on device")
+    def half(adapter: str, *, optimizer: bool) -> Writer:
+        write = real(adapter, optimizer=optimizer)
+
+        def stop(directory: Path) -> None:
+            write(directory)
+            raise OSError("no space left on device")
+
+        return stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "save", half)
+        patch.setattr(engine, "writer", half)
         failure(save(wire, model, 2 if overwrite else 1, "a", overwrite=overwrite), "no space", category="server")
     assert len(files(model)) == (1 if overwrite else 0)
     assert wire.send("weights_info", {"tinker_path": path}).status == (200 if overwrite else 404)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -483,9 +484,143 @@ def test_states_that_take_long_are_written_less_often(
                 await server.run("forward_backward", pass_json(model, number))
                 clock.ahead += 1
                 await server.run("optim_step", step_json(model, number + 1))
+                await until(lambda: not server.state.runs[model].enforcing.locked())
             assert fewest <= len(saves) <= most
 
     played(scenario)
+
+
+@pytest.mark.covers("S44")
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_run_goes_on_while_its_state_is_written(
+    is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """… which is the state as it was, and the next life goes on as this one did, whether it was written or not."""
+    monkeypatch.setattr(submission, "STATE_OPERATIONS", 2)
+    writing, gate, saves = threading.Event(), threading.Event(), []
+
+    def slow(method: str, subject: str) -> None:
+        if method == "save":
+            saves.append(subject)
+            writing.set()
+            assert gate.wait(20)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=slow)) as first:
+            try:
+                model = await first.model()
+                told = []
+                for number in range(1, 8, 2):
+                    told.append(await first.run("forward_backward", pass_json(model, number)))
+                    told.append(await first.run("optim_step", step_json(model, number + 1)))
+                    assert writing.wait(5)
+                assert len(saves) == 1, "one at a time"
+                directory = first.state.run_directory(model)
+                if is_written:
+                    gate.set()
+                    await until(lambda: (directory / "state-2").is_dir())
+                    assert json.loads((directory / "state-2" / "fake.json").read_text())["step"] == 1
+                else:
+                    assert [path.name for path in directory.glob("*-2")] == ["unfinished-2"]
+                image = killed(tmp_path / "a")
+                told.append(await first.run("forward", forward_json(model, 9)))
+            finally:
+                gate.set()
+        async with life(image) as second:
+            assert await second.run("forward", forward_json(model, 9)) == told[-1]
+            assert [await second.result(f"{model}:{number}") for number in range(1, 10)] == told
+            assert not list(second.state.run_directory(model).glob("unfinished-*"))
+
+    played(scenario)
+
+
+def forward_json(model: str, number: int) -> dict[str, Any]:
+    body = pass_json(model, number)
+    return {**body, "forward_input": body.pop("forward_backward_input")}
+
+
+@pytest.mark.covers("S44")
+def test_nobody_is_told_of_a_load_before_its_state_is_written(tmp_path: Path) -> None:
+    """For what was loaded may be deleted then."""
+    writing, gate = threading.Event(), threading.Event()
+
+    def slow(method: str, subject: str) -> None:
+        if method == "save" and saved:
+            writing.set()
+            assert gate.wait(20)
+
+    saved: list[str] = []
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=slow)) as server:
+            try:
+                model = await server.model()
+                saved.append((await server.run("save_weights", save_json(model, 1, "x")))["path"])
+                request_id = await server.submit(
+                    "load_weights", {"model_id": model, "seq_id": 2, "path": saved[0], "optimizer": True}
+                )
+                await until(writing.is_set)
+                promise = server.state.promises.get(request_id)
+                assert promise is not None
+                await asyncio.sleep(0.05)
+                assert not promise.done.is_set()
+                gate.set()
+                assert "error" not in await server.result(request_id)
+                assert list(server.state.run_directory(model).glob("state-2*"))
+            finally:
+                gate.set()
+
+    played(scenario)
+
+
+def test_a_state_that_cannot_be_written_fails_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(submission, "STATE_OPERATIONS", 2)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=failing("save"))) as first:
+            model = await first.model()
+            told = [await first.run("forward_backward", pass_json(model, 1))]
+            told.append(await first.run("optim_step", step_json(model, 2)))
+            await until(lambda: "could not be put on disk; its journal stays" in caplog.text)
+            assert not list(first.state.run_directory(model).glob("*-2*"))
+            image = killed(tmp_path / "a")
+        async with life(image) as second:
+            assert [await second.result(f"{model}:{number}") for number in (1, 2)] == told
+
+    played(scenario)
+
+
+def test_a_run_that_is_let_go_while_its_state_is_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(submission, "STATE_OPERATIONS", 2)
+    writing, gate = threading.Event(), threading.Event()
+
+    def slow(method: str, subject: str) -> None:
+        if method == "save":
+            writing.set()
+            assert gate.wait(20)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=slow)) as server:
+            try:
+                models = [await server.model(), await server.model()]  # one is written, the other waits for that
+                for model in models:
+                    await server.run("forward_backward", pass_json(model, 1))
+                    await server.run("optim_step", step_json(model, 2))
+                    assert writing.wait(5)
+                lives = list(server.state.runs.values())
+                for model in models:
+                    await server.run("unload_model", {"model_id": model})
+            finally:
+                gate.set()
+            await until(lambda: not any(live.enforcing.locked() for live in lives))
+            assert list((tmp_path / "a" / "runs").iterdir()) == []
+
+    played(scenario)
+    assert "could not be put on disk" not in caplog.text
 
 
 def test_a_run_that_cannot_be_taken_up_again_is_said_to_be_corrupted(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -40,7 +42,7 @@ def test_a_resumed_run_continues_bit_equal(
     engine: TorchEngine, checkpoint: Checkpoint, data: Data, tmp_path: Path
 ) -> None:
     train(engine, "a", data, range(3))
-    engine.save("a", tmp_path, optimizer=True)
+    engine.writer("a", optimizer=True)(tmp_path)
     expected = train(engine, "a", data, range(3, 6))
 
     other = TorchEngine({"small": checkpoint("llama")}, threads=1)
@@ -55,10 +57,35 @@ def test_a_resumed_run_continues_bit_equal(
         assert torch.equal(getattr(ours, name), getattr(theirs, name))
 
 
+def test_a_writer_writes_what_there_was_when_it_was_made_on_any_thread(
+    engine: TorchEngine, data: Data, tmp_path: Path
+) -> None:
+    train(engine, "a", data, range(2))
+    then, now, later = (tmp_path / name for name in ("then", "now", "later"))
+    for directory in (then, now, later):
+        directory.mkdir()
+    engine.writer("a", optimizer=True)(then)
+    write = engine.writer("a", optimizer=True)
+    train(engine, "a", data, range(2, 4))
+    engine.writer("a", optimizer=True)(now)
+    engine.drop("a")
+    thread = threading.Thread(target=write, args=(later,))
+    thread.start()
+    thread.join()
+    names = {"adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"}
+    assert {path.name for path in later.iterdir()} == names
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        ours, theirs, others = (load_file(directory / name) for directory in (later, then, now))
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours.keys() | theirs.keys())
+        assert not all(torch.equal(ours[key], others[key]) for key in ours)
+    with safe_open(later / "optimizer.safetensors", "pt") as saved:
+        assert saved.metadata()["step"] == "2"
+
+
 @pytest.mark.covers("S24")
 def test_weights_alone_start_a_fresh_optimizer(engine: TorchEngine, data: Data, tmp_path: Path) -> None:
     train(engine, "a", data, range(2))
-    engine.save("a", tmp_path, optimizer=False)
+    engine.writer("a", optimizer=False)(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     engine.create("b", "small", LoraConfig(rank=4))
     engine.load("b", tmp_path, optimizer=False)
@@ -85,7 +112,7 @@ def test_peft_reads_the_files(flags: dict[str, bool], checkpoint: Checkpoint, da
     engine = TorchEngine({"small": checkpoint("llama")}, threads=1)
     engine.create("a", "small", LoraConfig(rank=4, **flags))
     train(engine, "a", data, range(4))
-    engine.save("a", tmp_path, optimizer=True)
+    engine.writer("a", optimizer=True)(tmp_path)
     base = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(tmp_path))
     tokens, targets = [5, 9, 60, 33, 7], [9, 60, 33, 7, 1]
@@ -99,7 +126,7 @@ def test_peft_reads_the_files(flags: dict[str, bool], checkpoint: Checkpoint, da
 
 @pytest.mark.covers("S41")
 def test_the_files(engine: TorchEngine, tmp_path: Path) -> None:
-    engine.save("a", tmp_path, optimizer=True)
+    engine.writer("a", optimizer=True)(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 32, "lora_dropout": 0.0}
     assert {key: config[key] for key in expected} == expected
@@ -166,7 +193,7 @@ def _configure(**changes: Any) -> Callable[[Path], None]:
 def test_what_does_not_fit_is_refused_and_changes_nothing(
     damage: Callable[[Path], None], message: str, engine: TorchEngine, data: Data, tmp_path: Path
 ) -> None:
-    engine.save("a", tmp_path, optimizer=True)
+    engine.writer("a", optimizer=True)(tmp_path)
     damage(tmp_path)
     run_pass(engine, "a", data(5), "cross_entropy", {})
     adapter = engine._adapters["a"]
@@ -181,7 +208,7 @@ def test_samplers_of_files_and_of_snapshots_agree(
     engine: TorchEngine, data: Data, sample: Sample, tmp_path: Path
 ) -> None:
     train(engine, "a", data, range(3))
-    engine.save("a", tmp_path, optimizer=False)
+    engine.writer("a", optimizer=False)(tmp_path)
     engine.snapshot("a", "live")
     engine.load_sampler("saved", "small", tmp_path)
     engine.load_sampler("base", "small", None)

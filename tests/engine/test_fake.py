@@ -69,7 +69,7 @@ def test_save_load_and_snapshot(fake: FakeEngine, tmp_path: Path) -> None:
     before = run(fake, max_tokens=5)
     run_pass(fake, "a", DATA, "cross_entropy", {})
     fake.optim_step("a", STEP)
-    fake.save("a", tmp_path, optimizer=True)
+    fake.writer("a", optimizer=True)(tmp_path)
     assert run(fake, max_tokens=5).sequences[0].logprobs == before.sequences[0].logprobs
     fake.create("b", "fake", LoraConfig(rank=4))
     fake.load("b", tmp_path, optimizer=True)

@@ -241,7 +241,7 @@ def test_peft_loads_what_is_saved(family: str, checkpoint: Checkpoint, tmp_path:
     engine.create("a", "m", LoraConfig(rank=8))
     adapter = adapter_of(engine)
     randomise(adapter)
-    engine.save("a", tmp_path, optimizer=False)
+    engine.writer("a", optimizer=False)(tmp_path)
     base = transformers_model(checkpoint(family), torch.float32)
     theirs = reference_logits(PeftModel.from_pretrained(base, str(tmp_path)))
     torch.testing.assert_close(packed_logits(adapter.model, Lora(adapter.factors())), theirs, atol=2e-5, rtol=0)
@@ -252,7 +252,7 @@ def test_peft_loads_what_is_saved(family: str, checkpoint: Checkpoint, tmp_path:
 def test_experts_divide_the_rank(rank: int, each: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
     engine = TorchEngine({"m": checkpoint("qwen3-moe-mixed")}, threads=1)
     engine.create("a", "m", LoraConfig(rank=rank))
-    engine.save("a", tmp_path, optimizer=False)
+    engine.writer("a", optimizer=False)(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
     layer = "base_model.model.model.layers.{}.mlp.{}.lora_{}.weight".format
     for number in range(4):
@@ -279,7 +279,7 @@ def test_mixtures_learn_and_their_adapters_come_back(
         losses.append(run_pass(engine, "a", batch, "cross_entropy", {}).metrics["loss:sum"])
         engine.optim_step("a", params)
     assert losses[-1] < losses[0] - 1
-    engine.save("a", tmp_path, optimizer=True)
+    engine.writer("a", optimizer=True)(tmp_path)
     engine.load("b", tmp_path, optimizer=True)
     assert torch.equal(adapter_of(engine, "b").state.weights, adapter_of(engine, "a").state.weights)
 

@@ -58,7 +58,7 @@ def test_thresholds_may_be_given_for_each_token(
     loss: str, engine: TorchEngine, data: Data, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     randomise(adapter_of(engine))
-    engine.save("a", tmp_path, optimizer=False)
+    engine.writer("a", optimizer=False)(tmp_path)
     batch = with_inputs(data(9, 4, 17), **NEAR)
     if loss == "gspo":
         batch = marked(batch)

@@ -184,7 +184,7 @@ def train(engine: TorchEngine, name: str, data: Data, seeds: range) -> list[Any]
 
 def test_a_resumed_dimuon_run_continues_bit_equal(muon: TorchEngine, data: Data, tmp_path: Path) -> None:
     train(muon, "a", data, range(3))
-    muon.save("a", tmp_path, optimizer=True)
+    muon.writer("a", optimizer=True)(tmp_path)
     expected = train(muon, "a", data, range(3, 6))
     muon.create("b", "small", LoraConfig(rank=4, seed=5), DIMUON)
     muon.load("b", tmp_path, optimizer=True)
@@ -207,7 +207,7 @@ def test_the_state_of_another_optimizer_is_refused_and_its_weights_are_not(
     other = kinds.keys() - {saved}
     muon.create("saved", "small", LoraConfig(rank=4), kinds[saved])
     muon.create("other", "small", LoraConfig(rank=4), kinds[min(other)])
-    muon.save("saved", tmp_path, optimizer=True)
+    muon.writer("saved", optimizer=True)(tmp_path)
     with safe_open(tmp_path / "optimizer.safetensors", framework="pt") as opened:
         assert opened.metadata()["optimizer"] == saved
     run_pass(muon, "other", data(5), "cross_entropy", {})

@@ -69,7 +69,7 @@ def test_pass_equals_float64_reference(
     adapter = adapter_of(engine)
     randomise(adapter)
     adapter.state = AdamState.fresh(adapter.state.weights.float().to(dtype))  # files hold float32
-    engine.save("a", tmp_path, optimizer=False)
+    engine.writer("a", optimizer=False)(tmp_path)
     batch = data(5, 17, 9, 17, 1, 30, 9)
     total, logprobs, grads = reference_run(checkpoint(family), tmp_path, batch, loss, settings)
 
@@ -101,7 +101,7 @@ def test_several_targets_per_position(
     sparse: bool, engine: TorchEngine, data: Data, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     randomise(adapter_of(engine))
-    engine.save("a", tmp_path, optimizer=False)
+    engine.writer("a", optimizer=False)(tmp_path)
     random = np.random.default_rng(0)
     targets = random.integers(0, 96, (9, 3))
     weights = random.normal(size=(9, 3)).astype(np.float32)
@@ -395,7 +395,7 @@ def test_names_that_do_not_exist(engine: TorchEngine, data: Data, tmp_path: Path
     for call in (
         lambda: run_pass(engine, "b", data(3), "cross_entropy", {}),
         lambda: engine.optim_step("b", LR),
-        lambda: engine.save("b", tmp_path, optimizer=True),
+        lambda: engine.writer("b", optimizer=True)(tmp_path),
         lambda: engine.snapshot("b", "s"),
     ):
         with pytest.raises(EngineError, match="there is no adapter 'b'"):

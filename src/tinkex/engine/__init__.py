@@ -110,6 +110,10 @@ class PassDone:
     result: ForwardBackwardOutput | Exception
 
 
+Writer: TypeAlias = Callable[[Path], None]
+"""Writes something as it was when the writer was made into an existing empty directory, durably. May be called later
+and on another thread, while the engine goes on."""
+
 Listener: TypeAlias = Callable[[Sequence[DrawnToken]], object]
 """Takes the tokens that a job got in a step; called on the thread that makes the step, and must be quick."""
 
@@ -161,8 +165,8 @@ class Engine(Protocol):
         The hyper-parameters must be those of the optimizer that the adapter was created with.
         """
 
-    def save(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
-        """Write PEFT files, and optimizer state beside them, into an existing empty directory."""
+    def writer(self, adapter: str, *, optimizer: bool) -> Writer:
+        """What writes an adapter as it is now: PEFT files, and optimizer state beside them."""
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are dropped."""
@@ -170,8 +174,8 @@ class Engine(Protocol):
     def snapshot(self, adapter: str, sampler: str) -> None:
         """Freeze an adapter's present weights as a sampler."""
 
-    def save_sampler(self, sampler: str, directory: Path) -> None:
-        """Write a snapshot's weights as PEFT files into an existing empty directory."""
+    def sampler_writer(self, sampler: str) -> Writer:
+        """What writes a snapshot's weights as PEFT files."""
 
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
         """Make a sampler of saved weights, or of the bare base model when there is no directory."""

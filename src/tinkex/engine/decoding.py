@@ -624,7 +624,8 @@ class _Shape:
                 self._pass()
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=memory):
+        # Another thread may be copying weights to the host (copies.to_host_beside), which does not concern the graph.
+        with torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"):
             self._outputs = self._pass()
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:

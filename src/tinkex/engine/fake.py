@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinkex.engine import ADAMW, BaseModel, DrawnToken, EngineError, Listener, PassDone, SampleDone, check_optimizer
+from tinkex.engine import (
+    ADAMW,
+    BaseModel,
+    DrawnToken,
+    EngineError,
+    Listener,
+    PassDone,
+    SampleDone,
+    Writer,
+    check_optimizer,
+)
 from tinkex.types.sampling import EMPTY_CELL, SampledSequence, SampleRequest, SampleResponse, StopReason, TopkLogprobs
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig, OptimizerConfigBase, OptimParams
@@ -169,16 +179,21 @@ class FakeEngine:
             target.step, target.grad = target.step + 1, None
         return {"grad_norm:mean": norm, "learning_rate:mean": float(params.learning_rate)}
 
-    def save(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
-        """Write the weights as a small file."""
-        self._enter("save", adapter)
+    def writer(self, adapter: str, *, optimizer: bool) -> Writer:
+        """What writes the weights as a small file."""
         saved = self._adapter(adapter)
         fields = {
             "base_model": saved.base_model,
             "rank": saved.lora.rank,
             "weights": saved.weights.tolist(),
         }
-        (directory / STATE).write_text(json.dumps(fields | ({"step": saved.step} if optimizer else {})))
+        text = json.dumps(fields | ({"step": saved.step} if optimizer else {}))
+
+        def write(directory: Path) -> None:
+            self._enter("save", adapter)
+            (directory / STATE).write_text(text)
+
+        return write
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save` wrote."""
@@ -196,10 +211,15 @@ class FakeEngine:
         self._enter("snapshot", adapter)
         self._samplers[sampler] = self._adapter(adapter).weights
 
-    def save_sampler(self, sampler: str, directory: Path) -> None:
-        """Write a snapshot's weights as a small file."""
-        self._enter("save_sampler", sampler)
-        (directory / STATE).write_text(json.dumps({"weights": self._samplers[sampler].tolist()}))
+    def sampler_writer(self, sampler: str) -> Writer:
+        """What writes a snapshot's weights as a small file."""
+        text = json.dumps({"weights": self._samplers[sampler].tolist()})
+
+        def write(directory: Path) -> None:
+            self._enter("save_sampler", sampler)
+            (directory / STATE).write_text(text)
+
+        return write
 
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
         """Make a sampler of saved weights, or of the bare base model."""

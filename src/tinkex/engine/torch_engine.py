@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine import ADAMW, BaseModel, EngineError, Listener, PassDone, SampleDone
+from tinkex.engine import ADAMW, BaseModel, EngineError, Listener, PassDone, SampleDone, Writer
 from tinkex.engine.config import describe, resolve
 from tinkex.engine.custom import CompiledLoss, compile_graph
 from tinkex.engine.decoder import BARE, Decoder, Lora
@@ -19,11 +19,11 @@ from tinkex.engine.openmp import calm_openmp, usable_cores
 from tinkex.engine.sampler import Sampler
 from tinkex.engine.trainer import Adapter, Trainer
 from tinkex.engine.weights import (
+    adapter_writer,
     load_adapter,
     load_decoder,
     load_factors,
     read_lora_config,
-    save_adapter,
 )
 
 if TYPE_CHECKING:
@@ -164,10 +164,10 @@ class TorchEngine:
         """Apply and clear the gradient buffer; returns metrics named `name:reduction`."""
         return self._adapter(adapter).step(params)
 
-    def save(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
-        """Write PEFT files, and optimizer state beside them, into an existing empty directory."""
+    def writer(self, adapter: str, *, optimizer: bool) -> Writer:
+        """What writes an adapter as it is now: PEFT files, and optimizer state beside them."""
         saved = self._adapter(adapter)
-        save_adapter(directory, saved.base_model, saved.layout, saved.state, optimizer=optimizer)
+        return adapter_writer(saved.base_model, saved.layout, saved.state, optimizer=optimizer)
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are dropped."""
@@ -181,11 +181,11 @@ class TorchEngine:
         self._samplers[sampler] = self._base(frozen.base_model).source(Lora(frozen.factors()))
         self._frozen[sampler] = (frozen.base_model, frozen.layout, frozen.state)
 
-    def save_sampler(self, sampler: str, directory: Path) -> None:
-        """Write a snapshot's weights as PEFT files into an existing empty directory."""
+    def sampler_writer(self, sampler: str) -> Writer:
+        """What writes a snapshot's weights as PEFT files."""
         if sampler not in self._frozen:
             raise EngineError(f"there is no snapshot {sampler!r}")
-        save_adapter(directory, *self._frozen[sampler], optimizer=False)
+        return adapter_writer(*self._frozen[sampler], optimizer=False)
 
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
         """Make a sampler of saved weights, or of the bare base model when there is no directory."""

@@ -9,20 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tinkex.engine import EngineError
+from tinkex.engine import EngineError, Writer
 from tinkex.engine.attention import widened
 from tinkex.engine.config import DecoderConfig, ExpertsConfig, inverse_frequencies
+from tinkex.engine.copies import mark, to_host_beside
 from tinkex.engine.decoder import Decoder, Layer, Mlp
 from tinkex.engine.experts import Experts
 from tinkex.engine.lora import ALPHA, GROUPS, Layout, Linear
 from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from tinkex.engine.optim import State
 
@@ -191,21 +193,32 @@ class _Source:
         )
 
 
-def save_adapter(directory: Path, base_model: str, layout: Layout, state: State, *, optimizer: bool) -> None:
-    """Write PEFT files, and optimizer state beside them, durably."""
-    config = _peft_config(base_model, layout)
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    _write(directory / ADAPTER_WEIGHTS, _named(layout, state.weights, PREFIX), {"format": "pt"})
-    names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-    if optimizer:
-        moments: dict[str, torch.Tensor] = {}
-        for name in state.MOMENTS:
-            moments |= _named(layout, getattr(state, name), f"{name}.")
-        about = {"format": "pt", "optimizer": state.KIND, "step": str(state.step)}
-        _write(directory / OPTIMIZER, moments, about)
-        names.append(OPTIMIZER)
-    for path in [*(directory / name for name in names), directory]:
-        _sync(path)
+def adapter_writer(base_model: str, layout: Layout, state: State, *, optimizer: bool) -> Writer:
+    """What writes PEFT files, and optimizer state beside them. The state is never changed, so it can wait."""
+    ready = mark(state.weights.device)
+
+    def named(flat: torch.Tensor, prefix: str) -> dict[str, torch.Tensor]:
+        views = layout.tensors(to_host_beside(flat, ready))
+        # copies, since what shares memory is refused; numpy's, since PyTorch would start threads for this one
+        copies = ((name, np.array(view.numpy(), np.float32)) for name, view in views)
+        return {f"{prefix}{name}.weight": torch.from_numpy(copy) for name, copy in copies}
+
+    def write(directory: Path) -> None:
+        config = _peft_config(base_model, layout)
+        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(named(state.weights, PREFIX), directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+        if optimizer:
+            moments: dict[str, torch.Tensor] = {}
+            for name in state.MOMENTS:
+                moments |= named(getattr(state, name), f"{name}.")
+            about = {"format": "pt", "optimizer": state.KIND, "step": str(state.step)}
+            save_file(moments, directory / OPTIMIZER, metadata=about)
+            names.append(OPTIMIZER)
+        for path in [*(directory / name for name in names), directory]:
+            _sync(path)
+
+    return write
 
 
 def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
@@ -237,14 +250,6 @@ def _rank_pattern(layout: Layout) -> dict[str, int]:
         patterns[r"mlp\.experts\.(\d+\.)?down_proj"] = rank
         patterns[r"mlp\.experts\.gate_up_proj"] = 2 * rank
     return patterns
-
-
-def _named(layout: Layout, flat: torch.Tensor, prefix: str) -> dict[str, torch.Tensor]:
-    return {f"{prefix}{name}.weight": view for name, view in layout.tensors(flat.to("cpu", torch.float32))}
-
-
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata=metadata)
 
 
 def _sync(path: Path) -> None:

@@ -65,7 +65,7 @@ def save_checkpoint(
         return done
 
     def write(directory: Path) -> None:
-        state.engine.save(run.model_id, directory, optimizer=optimizer)
+        state.engine.writer(run.model_id, optimizer=optimizer)(directory)
         if finish is not None:
             finish(directory)
 

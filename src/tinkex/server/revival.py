@@ -24,7 +24,7 @@ from tinkex.server.journal import Entry, decode
 from tinkex.server.scheduler import Lane
 from tinkex.server.state import DIRECT, READ, Call, LiveRun, Queued, Refusal, State, file_name
 from tinkex.server.store import Run
-from tinkex.server.submission import GIVEN_UP, digest_of, give_up_gap, spend
+from tinkex.server.submission import GIVEN_UP, UNFINISHED, digest_of, give_up_gap, spend
 from tinkex.types.sessions import RequestFailedResponse
 from tinkex.types.training import CreateModelResponse, OptimizerConfigBase
 
@@ -97,6 +97,7 @@ async def _revive_run(state: State, handlers: Handlers, model_id: str, directory
         return
     state.heard[session_id] = time.monotonic()
     await asyncio.to_thread(clear_leftovers, state, model_id)
+    await asyncio.to_thread(_clear_unfinished, directory)
     if run is not None and frozen is not None:
         live = LiveRun(run, Lane[Queued](number + 1))
         await state.worker.run(_thaw, state, run, frozen)
@@ -126,6 +127,11 @@ async def _revive_run(state: State, handlers: Handlers, model_id: str, directory
         number,
         time.monotonic() - started,
     )
+
+
+def _clear_unfinished(directory: Path) -> None:
+    for unfinished in directory.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _thaw(state: State, run: Run, directory: Path) -> None:

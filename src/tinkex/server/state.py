@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex import codec
-from tinkex.engine import BaseModel, Engine, EngineError
+from tinkex.engine import BaseModel, Engine, EngineError, Writer
 from tinkex.server.accounts import Accounts
 from tinkex.server.catalogue import Catalogue, discard
 from tinkex.server.journal import Committer, Journal, sync_directory
@@ -97,8 +97,8 @@ class LiveRun:
     """… and when that was."""
     state_rest: float = 0.0
     """For how many seconds after that there is no other, since it took so long."""
-    new_state: int | None = None
-    """The number of a state whose files are written and not in force yet."""
+    new_state: tuple[int, Writer] | None = None
+    """The number of a state that is not in force yet, and what writes its files."""
     enforcing: asyncio.Lock = field(default_factory=asyncio.Lock)
     unsaved_samplers: dict[str, int] = field(default_factory=dict)
     """Nameless samplers of this run that are only in memory, and the numbers they were asked for under."""
@@ -175,6 +175,8 @@ class State:
         self.samples: dict[str, dict[str, int]] = {}
         """By session, the samples in its journal that may still be asked for, and their numbers there."""
         self.journals: dict[str, Journal] = {}
+        self.writing = asyncio.Lock()
+        """Held while a run's state is written: one at a time is enough for a disk, and for memory."""
         self.reviving: dict[str, asyncio.Task[None]] = {}
         self.revive: Callable[[str], Coroutine[Any, Any, None]] | None = None
         """Takes up again what an earlier life of the server had of a run or of a session's samples."""
@@ -313,7 +315,7 @@ class State:
         scratch = directory.with_name(f"{directory.name}.new")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        self.engine.save_sampler(sampler, scratch)
+        self.engine.sampler_writer(sampler)(scratch)
         scratch.rename(directory)
         sync_directory(directory.parent)
 

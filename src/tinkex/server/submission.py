@@ -10,6 +10,7 @@ import asyncio
 import functools
 import hashlib
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -18,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine import EngineError
+from tinkex.engine import EngineError, Writer
 from tinkex.server.journal import Entry, Journal, sync_directory
 from tinkex.server.journal import encode as encode_entry
 from tinkex.server.promises import JUST_READ, Left, Promise, Target
@@ -32,6 +33,8 @@ logger = logging.getLogger("tinkex.server")
 
 GIVEN_UP = "given_up"
 """What the journal says instead of an operation where a number was no longer waited for."""
+UNFINISHED = "unfinished-"
+"""What the name of a state begins with while its files are written."""
 UNLOAD = ":unload"
 """What follows a run's id in the id of the request that unloads it."""
 MOST_AHEAD = 100_000
@@ -41,8 +44,8 @@ STATE_OPERATIONS = 32
 STATE_SECONDS = 30.0
 """… so many seconds, its next optimizer step puts its state on disk."""
 STATE_REST = 40
-"""But not before so many times the time that its last one took: that of a large model takes seconds, in which the
-engine does nothing else."""
+"""But not before so many times the time that its last one took: that of a large model takes seconds, and a disk and
+processors have other things to do."""
 
 LEAVE_SECONDS = 10.0
 """How long a server that stops may take to put its runs on disk."""
@@ -224,9 +227,10 @@ def _work(state: State, live: LiveRun, number: int, call: Call, work: Callable[[
     result = work()
     if call.op in ("optim_step", "load_weights"):
         live.is_between_steps = True
-    # What was loaded may be deleted once the client knows that it is loaded: that state cannot wait.
-    if call.op == "load_weights" or (call.op == "optim_step" and _is_overdue(live)):
+    if call.op == "load_weights":
         write_state(state, live, number)
+    elif call.op == "optim_step" and _is_overdue(live):
+        freeze_state(state, live, number)
     return result
 
 
@@ -235,20 +239,35 @@ def _is_overdue(live: LiveRun) -> bool:
     return waited >= live.state_rest and (live.since_state >= STATE_OPERATIONS or waited >= STATE_SECONDS)
 
 
+def freeze_state(state: State, live: LiveRun, number: int) -> None:
+    """Have the run as it is now become a state; its files are written beside what comes next. On the worker."""
+    live.new_state = (number, state.engine.writer(live.run.model_id, optimizer=True))
+    live.since_state, live.state_rest = 0, math.inf
+
+
 def write_state(state: State, live: LiveRun, number: int) -> None:
-    """Write the files of a state, whole or not at all; it comes into force later. On the worker."""
-    began = time.monotonic()
-    directory = state.run_directory(live.run.model_id)
-    for unfinished in directory.glob("unfinished-*"):
-        shutil.rmtree(unfinished, ignore_errors=True)
-    written = directory / f"state-{number}.new"
-    if not written.is_dir():  # else an earlier life got so far, with the same bits
-        scratch = directory / f"unfinished-{number}"
-        scratch.mkdir(parents=True)
-        state.engine.save(live.run.model_id, scratch, optimizer=True)
+    """The same, with its files written at once, for what was loaded may be deleted as soon as the client knows of it.
+
+    On the worker.
+    """
+    write = state.engine.writer(live.run.model_id, optimizer=True)
+    _write_files(state.run_directory(live.run.model_id), number, write)
+    live.new_state, live.since_state = (number, write), 0
+
+
+def _write_files(directory: Path, number: int, write: Writer) -> Path:
+    """Have the files of a state in a directory, whole or not at all."""
+    written, scratch = directory / f"state-{number}.new", directory / f"{UNFINISHED}{number}"
+    if written.is_dir():  # a load wrote them at once, or an earlier life did, with the same bits
+        return written
+    scratch.mkdir()  # in a directory that is there, unless the run was let go
+    try:
+        write(scratch)
         scratch.rename(written)
-    live.new_state, live.since_state, live.state_time = number, 0, time.monotonic()
-    live.state_rest = STATE_REST * (live.state_time - began)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    return written
 
 
 def loaded_before(state: State, call: Call, model_id: str, number: int) -> Path | None:
@@ -261,8 +280,8 @@ def settle_state(state: State, live: LiveRun) -> asyncio.Task[None] | None:
     """Have a state that was written come into force, with the results and samplers that go with it."""
     if live.new_state is None:
         return None
-    number, live.new_state = live.new_state, None
-    task = asyncio.ensure_future(_enforce_in_turn(state, live, number))
+    (number, write), live.new_state = live.new_state, None
+    task = asyncio.ensure_future(_enforce_in_turn(state, live, number, write))
     state.promises.keep(task)
     return task
 
@@ -279,7 +298,7 @@ async def leave(state: State) -> None:
     try:
         async with asyncio.timeout(LEAVE_SECONDS):
             for live in list(state.runs.values()):
-                await state.worker.run(_write_last_state, state, live)
+                await state.worker.run(_freeze_last_state, state, live)
                 if (settling := settle_state(state, live)) is not None:
                     await settling
                 async with live.enforcing:  # one that was on its way
@@ -289,26 +308,32 @@ async def leave(state: State) -> None:
         logger.warning("not every run could be put on disk (%s); the next start takes them up from their journals", why)
 
 
-def _write_last_state(state: State, live: LiveRun) -> None:
+def _freeze_last_state(state: State, live: LiveRun) -> None:
     if live.since_state and live.is_between_steps:
-        write_state(state, live, live.done)
+        freeze_state(state, live, live.done)
 
 
-async def _enforce_in_turn(state: State, live: LiveRun, number: int) -> None:
+async def _enforce_in_turn(state: State, live: LiveRun, number: int, write: Writer) -> None:
     async with live.enforcing:
-        await _enforce(state, live, number)
+        await _enforce(state, live, number, write)
 
 
-async def _enforce(state: State, live: LiveRun, number: int) -> None:
-    """Put what must outlive the journal beside a state, make it the one in force, and drop what it stands for."""
+async def _enforce(state: State, live: LiveRun, number: int, write: Writer) -> None:
+    """Write a state's files and what must outlive the journal, make it the one in force, drop what it stands for."""
     directory = state.run_directory(live.run.model_id)
-    written, final = directory / f"state-{number}.new", directory / f"state-{number}"
     journal = state.journal(directory)
     journal.rotate()
-    now = time.monotonic()
-    covered = {key: promise for key, promise in live.recent.items() if key <= number}
-    wanted = [p for p in covered.values() if not p.read or now - p.read < JUST_READ]
     try:
+        async with state.writing:
+            began = time.monotonic()
+            try:
+                written = await asyncio.to_thread(_write_files, directory, number, write)
+            finally:
+                live.state_time = time.monotonic()
+                live.state_rest = STATE_REST * (live.state_time - began)
+        now = time.monotonic()
+        covered = {key: promise for key, promise in live.recent.items() if key <= number}
+        wanted = [p for p in covered.values() if not p.read or now - p.read < JUST_READ]
         for sampler in [name for name, taken in live.unsaved_samplers.items() if taken <= number]:
             if sampler in state.snapshots:
                 await state.worker.run(state.put_snapshot, sampler)
@@ -316,8 +341,8 @@ async def _enforce(state: State, live: LiveRun, number: int) -> None:
         for promise in wanted:
             await promise.done.wait()
         await asyncio.to_thread(_write_results, written / "results.log", wanted)
-        await asyncio.to_thread(_put_in_force, written, final)
-    except (OSError, EngineError):
+        await asyncio.to_thread(_put_in_force, written, directory / f"state-{number}")
+    except Exception:
         if directory.exists():  # else the run was let go meanwhile, and there is nothing to keep
             logger.exception("the state of %s could not be put on disk; its journal stays", live.run.model_id)
         return
