@@ -340,6 +340,63 @@ def save(wire: Wire, model: str, number: int, name: str | None, kind: str = "sav
     return wire.run(kind, {"model_id": model, "seq_id": number, "path": name, **fields})
 
 
+def test_while_one_run_is_saved_everything_else_goes_on(serve: Callable[..., Wire]) -> None:
+    """… other runs, samples and its own passes; the rest of the run waits, and a load finds what was saved."""
+    writing, gate, recorder = threading.Event(), threading.Event(), Recorder()
+
+    def slow(method: str, subject: str) -> None:
+        recorder(method, subject)
+        if method == "save" and not gate.is_set():
+            writing.set()
+            assert gate.wait(20)
+
+    wire = serve(FakeEngine(fail=slow))
+    session = wire.session()
+    saved, other = wire.model(session), wire.model(session, number=1)
+    wire.run("forward_backward", pass_json(saved, 1))
+    wire.run("optim_step", step_json(saved, 2))
+    try:
+        asked = {
+            "save": wire.post("save_weights", {"model_id": saved, "seq_id": 3, "path": "x"})["request_id"],
+            "pass": wire.post("forward_backward", pass_json(saved, 4))["request_id"],
+            "step": wire.post("optim_step", step_json(saved, 5))["request_id"],
+            "load": wire.post(
+                "load_weights",
+                {"model_id": saved, "seq_id": 6, "path": f"tinker://{saved}/weights/x", "optimizer": True},
+            )["request_id"],
+        }
+        assert writing.wait(5)
+        assert "metrics" in wire.result(asked["pass"])
+        wire.run("forward_backward", pass_json(other, 1))
+        assert "metrics" in wire.run("optim_step", step_json(other, 2))
+        assert "sequences" in wire.run("asample", sample_json(sampler_of(wire)))
+        assert recorder.calls.count("optim_step") == 2, "the saved run's own step waits"
+    finally:
+        gate.set()
+    assert wire.result(asked["save"])["path"].endswith("/weights/x")
+    assert "metrics" in wire.result(asked["step"])
+    assert "error" not in wire.result(asked["load"])
+    fresh = wire.model(session, number=2)
+    wire.run("forward_backward", pass_json(fresh, 1))
+    wire.run("optim_step", step_json(fresh, 2))
+    assert loss(wire, saved, 7) == loss(wire, fresh, 3), "what was saved is what there was before the pass"
+
+
+def test_a_save_that_fails_for_whatever_reason_holds_nothing_up(serve: Callable[..., Wire]) -> None:
+    errors = iter([EngineError("not now"), RuntimeError("the device is on fire"), SystemExit()])
+
+    def fail(method: str, subject: str) -> None:
+        if method == "save" and (error := next(errors, None)) is not None:
+            raise error
+
+    wire = serve(FakeEngine(fail=fail))
+    model = wire.model()
+    failure(save(wire, model, 1, "x"), "not now")
+    failure(save(wire, model, 2, "x"), "RuntimeError", category="server")
+    failure(save(wire, model, 3, "x"), "stopped", category="server")
+    assert save(wire, model, 4, "x")["path"].endswith("/weights/x")
+
+
 def loss(wire: Wire, model: str, number: int) -> float:
     body = pass_json(model, number) | {"forward_only": True}
     return float(wire.run("forward_backward", body)["metrics"]["loss:sum"])

@@ -136,6 +136,31 @@ def test_a_save_that_was_replaced_or_deleted_since_is_not_done_again(tmp_path: P
 
 
 @pytest.mark.covers("S44")
+def test_a_server_that_stops_finishes_the_save_that_it_is_at(tmp_path: Path) -> None:
+    writing, gate, saves = threading.Event(), threading.Event(), []
+
+    def slow(method: str, subject: str) -> None:
+        if method == "save":
+            saves.append(subject)
+            writing.set()
+            assert gate.wait(20)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=slow)) as first:
+            model = await first.model()
+            await first.run("forward_backward", pass_json(model, 1))  # with a gradient pending, no state is written
+            request_id = await first.submit("save_weights", save_json(model, 2, "x"))
+            await until(writing.is_set)
+            asyncio.get_running_loop().call_later(0.2, gate.set)
+        made = len(saves)
+        async with life(tmp_path / "a", FakeEngine(fail=slow)) as second:
+            assert (await second.result(request_id))["path"] == f"tinker://{model}/weights/x"
+            assert len(saves) == made, "it was on record"
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
 def test_what_a_killed_save_left_behind_is_removed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tinkex.engine import EngineError
 from tinkex.server.catalogue import Catalogue, discard
+from tinkex.server.scheduler import Beside
 from tinkex.server.state import State
 from tinkex.server.store import Run, Save, SavedCheckpoint, Store
 from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
@@ -54,23 +56,33 @@ class Wanted:
     """Who asks for it: carried out again after a crash, a request finds its own work done."""
 
 
-def save_checkpoint(
-    state: State, run: Run, wanted: Wanted, *, optimizer: bool, finish: Callable[[Path], None] | None = None
-) -> Save:
-    """Save what a run has learnt; `finish` may change the files before they are in place. On the worker.
+def saving(
+    state: State,
+    run: Run,
+    wanted: Wanted,
+    answer: Callable[[Save], Any],
+    *,
+    optimizer: bool,
+    finish: Callable[[Path], None] | None = None,
+) -> Beside:
+    """Save what a run has learnt so far; `finish` may change the files before they are in place. On the worker.
 
     A request that was met in an earlier life is not met again: what it saved may have been replaced or deleted since.
     """
-    if wanted.request_id is not None and (done := state.store.save(wanted.request_id)) is not None:
-        return done
+    write_adapter = state.engine.writer(run.model_id, optimizer=optimizer)
 
     def write(directory: Path) -> None:
-        state.engine.writer(run.model_id, optimizer=optimizer)(directory)
+        write_adapter(directory)
         if finish is not None:
             finish(directory)
 
-    saved = put_files(state.store, state.checkpoint_dir, run, wanted, write)
-    return Save(saved.tinker_path, saved.size_bytes)
+    def save() -> Any:
+        if wanted.request_id is not None and (done := state.store.save(wanted.request_id)) is not None:
+            return answer(done)
+        saved = put_files(state.store, state.checkpoint_dir, run, wanted, write)
+        return answer(Save(saved.tinker_path, saved.size_bytes))
+
+    return Beside(save)
 
 
 def put_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]) -> SavedCheckpoint:

@@ -30,10 +30,11 @@ from starlette.routing import Route
 from tinkex.engine import EngineError
 from tinkex.protocol import PREFIX
 from tinkex.server.accounts import Accounts
-from tinkex.server.checkpoints import Wanted, readable, save_checkpoint
+from tinkex.server.checkpoints import Wanted, readable, saving
 from tinkex.server.records import checkpoint_path, nothing_at
+from tinkex.server.scheduler import Beside
 from tinkex.server.state import Call, Refusal, State
-from tinkex.server.store import SavedCheckpoint
+from tinkex.server.store import Save, SavedCheckpoint
 from tinkex.server.submission import enqueue, live_run
 from tinkex.types.checkpoints import (
     SCHEME,
@@ -60,15 +61,17 @@ async def save_weights_external(state: State, call: Call) -> UntypedAPIFuture:
     request: SaveWeightsExternalRequest = call.request
     run = (await live_run(state, request.model_id)).run
 
-    def work() -> SaveWeightsExternalResponseInternal:
+    def answer(saved: Save) -> SaveWeightsExternalResponseInternal:
+        return SaveWeightsExternalResponseInternal(
+            path=saved.tinker_path, size_bytes=saved.size_bytes, type="save_weights_external"
+        )
+
+    def work() -> Beside:
         recipients = request.age_encryption_recipients
         finish = encryption(recipients) if recipients else None
         request_id = f"{run.model_id}:{call.number}"
         wanted = Wanted("external_weights", request.path, request.ttl_seconds, request_id=request_id)
-        saved = save_checkpoint(state, run, wanted, optimizer=False, finish=finish)
-        return SaveWeightsExternalResponseInternal(
-            path=saved.tinker_path, size_bytes=saved.size_bytes, type="save_weights_external"
-        )
+        return saving(state, run, wanted, answer, optimizer=False, finish=finish)
 
     return await enqueue(state, call, request.model_id, request.seq_id, work)
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from tinkex.codec import JSON, Body
 from tinkex.engine import EngineError, Listener, token_limit
 from tinkex.server.accounts import auth_token, delete_api_key, get_api_key
-from tinkex.server.checkpoints import Wanted, find_checkpoint, readable, save_checkpoint
+from tinkex.server.checkpoints import Wanted, find_checkpoint, readable, saving
 from tinkex.server.completions import poll, target_of
 from tinkex.server.exports import get_checkpoint_archive, get_external_weights_urls, save_weights_external
 from tinkex.server.records import (
@@ -32,7 +32,7 @@ from tinkex.server.records import (
     unpublish_checkpoint,
 )
 from tinkex.server.samplers import draw, find_source
-from tinkex.server.scheduler import CANCELLED
+from tinkex.server.scheduler import CANCELLED, Beside
 from tinkex.server.sessions import (
     assign_session_project,
     export_session_trace,
@@ -41,7 +41,7 @@ from tinkex.server.sessions import (
     search_sessions,
 )
 from tinkex.server.state import CARRY_ON, DIRECT, EXPIRED, Call, LiveRun, Refusal, State
-from tinkex.server.store import Run, Sampler
+from tinkex.server.store import Run, Sampler, Save
 from tinkex.server.streams import SampleStream
 from tinkex.server.submission import (
     digest_of,
@@ -389,7 +389,7 @@ async def save_weights(state: State, call: Call) -> UntypedAPIFuture:
     request: SaveWeightsRequest = call.request
     run = (await live_run(state, request.model_id)).run
 
-    def work() -> SaveWeightsResponse:
+    def work() -> Beside:
         wanted = Wanted(
             "weights",
             request.path or f"step-{request.seq_id}",
@@ -398,8 +398,11 @@ async def save_weights(state: State, call: Call) -> UntypedAPIFuture:
             request.overwrite,
             request_id=_request_id(call),
         )
-        saved = save_checkpoint(state, run, wanted, optimizer=True)
-        return SaveWeightsResponse(path=saved.tinker_path, type="save_weights")
+
+        def answer(saved: Save) -> SaveWeightsResponse:
+            return SaveWeightsResponse(path=saved.tinker_path, type="save_weights")
+
+        return saving(state, run, wanted, answer, optimizer=True)
 
     return await enqueue(state, call, request.model_id, request.seq_id, work)
 
@@ -409,7 +412,7 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
     request: SaveWeightsForSamplerRequest = call.request
     run = (await live_run(state, request.model_id)).run
 
-    def work() -> SaveWeightsForSamplerResponseInternal:
+    def work() -> SaveWeightsForSamplerResponseInternal | Beside:
         if request.path is not None:
             wanted = Wanted(
                 "sampler_weights",
@@ -418,8 +421,11 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
                 request.user_metadata or {},
                 request_id=_request_id(call),
             )
-            saved = save_checkpoint(state, run, wanted, optimizer=False)
-            return SaveWeightsForSamplerResponseInternal(path=saved.tinker_path, type="save_weights_for_sampler")
+
+            def answer(saved: Save) -> SaveWeightsForSamplerResponseInternal:
+                return SaveWeightsForSamplerResponseInternal(path=saved.tinker_path, type="save_weights_for_sampler")
+
+            return saving(state, run, wanted, answer, optimizer=False)
         if request.sampling_session_seq_id is None:
             raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"

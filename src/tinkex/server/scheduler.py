@@ -3,7 +3,8 @@
 A lane is pure bookkeeping (no clock, no threads): operations go in by number and come out when every number before them
 has. The worker hands passes to the engine as soon as nothing of their run is before them, so that those of several runs
 can share its steps; what else a run is asked for waits until its passes have ended. Steps of training and of sampling
-take turns by the time they take, so that neither stops the other.
+take turns by the time they take, so that neither stops the other. Files are written on a thread of their own: the run
+they are of waits for that, the engine does not.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -92,6 +94,16 @@ def _end(worker: weakref.ref[Worker], thread: threading.Thread, pid: int) -> Non
         thread.join(EXIT_SECONDS)
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The rest of an operation: done on another thread while the engine goes on; what its run does next waits for it.
+
+    Passes do not wait: what is beside them must not depend on what they change.
+    """
+
+    work: Callable[[], Any]
+
+
 @dataclass(slots=True)
 class _Task:
     function: Callable[..., Any]
@@ -115,7 +127,8 @@ class Worker:
         self._passes: dict[str, _Task] = {}
         """By job, what the engine has begun."""
         self._open: Counter[str] = Counter()
-        """How many passes each run has there."""
+        """How many passes each run has there, or operations that are finished beside the engine."""
+        self._beside = ThreadPoolExecutor(1, "tinkex-files")
         self._shares = Shares()
         self._samples: dict[str, asyncio.Future[SampleResponse]] = {}
         self._cancelled: set[str] = set()
@@ -152,7 +165,7 @@ class Worker:
         return self._put(function, args)
 
     def run_for(self, run: str, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Queue a function that comes after everything that was queued for the same run."""
+        """Queue a function that comes after everything that was queued for the same run; see `Beside` for its end."""
         return self._put(function, args, run)
 
     def run_pass(self, run: str, job: str, start: Callable[[], object]) -> asyncio.Future[ForwardBackwardOutput]:
@@ -248,6 +261,7 @@ class Worker:
             logger.critical("the engine's thread has died; the server must be restarted", exc_info=True)
             why = self.failure = _death(error)
         try:
+            self._beside.shutdown()
             self._stop_all(why)
         finally:
             self._post(self._ended.set)
@@ -317,12 +331,27 @@ class Worker:
         for done in ended:
             if (task := self._passes.pop(done.job, None)) is None:
                 continue
-            assert task.run is not None
-            self._open[task.run] -= 1
-            if not self._open[task.run]:
-                del self._open[task.run]
             self._resolve(task.future, done.result)
-            self._release(task.run)
+            self._close(task)
+
+    def _close(self, task: _Task) -> None:
+        """Let what waits for an operation of a run begin."""
+        assert task.run is not None
+        self._open[task.run] -= 1
+        if not self._open[task.run]:
+            del self._open[task.run]
+        self._release(task.run)
+
+    def _finish_beside(self, task: _Task, work: Callable[[], Any]) -> None:
+        """Finish an operation, on the thread for that; the engine's is told."""
+        outcome: Any = EngineError(STOPPED, "server")
+        try:
+            outcome = work()
+        except Exception as error:
+            outcome = error
+        finally:
+            self._resolve(task.future, outcome)
+            self._tasks.put(_Task(self._close, (task,), task.future))
 
     def _stop_all(self, why: EngineError) -> None:
         for task in [*self._passes.values(), *(task for tasks in self._waiting.values() for task in tasks)]:
@@ -339,13 +368,19 @@ class Worker:
             return
         try:
             outcome = task.function(*task.args)
+            if isinstance(outcome, Beside):
+                self._beside.submit(self._finish_beside, task, outcome.work)
         except Exception as error:
             self._resolve(task.future, error)
         except BaseException as error:
             self._resolve(task.future, _death(error))
             raise
         else:
-            self._resolve(task.future, outcome)
+            if isinstance(outcome, Beside):
+                assert task.run is not None, "nothing would wait for it"
+                self._open[task.run] += 1
+            else:
+                self._resolve(task.future, outcome)
 
     def _step(self) -> None:
         try:
