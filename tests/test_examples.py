@@ -20,6 +20,7 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, faulty_server
 from support import serving
+from tinkex import metrics
 from tinkex.engine.fake import FakeEngine
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -310,6 +311,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             monkeypatch.setenv(setting, value)
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         monkeypatch.syspath_prepend(str(EXAMPLES))
+        metrics.configure()  # as in a program that has just begun
         capsys.readouterr()
         status, said = 0, ""
         try:

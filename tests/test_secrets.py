@@ -228,7 +228,7 @@ def everything(
         root.removeHandler(heard)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-        metrics.configure(enabled=False)
+        metrics.configure()
         tinkex.configure()
 
 

@@ -390,6 +390,48 @@ def test_a_nameless_sampler_is_written_once_and_only_for_a_state(
     played(scenario)
 
 
+@pytest.mark.covers("S44")
+def test_a_nameless_sampler_that_is_made_anew_while_it_is_written_is_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whoever trains and samples meanwhile does not wait."""
+    monkeypatch.setattr(submission, "STATE_OPERATIONS", 3)
+    monkeypatch.setattr(submission, "STATE_REST", 0)
+    writing, gate = threading.Event(), threading.Event()
+
+    def slow(method: str, subject: str) -> None:
+        if method == "save_sampler":
+            writing.set()
+            assert gate.wait(20)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=slow)) as first:
+            model = await first.model()
+            sampler = f"{model.partition(':')[0]}:sample:0"
+
+            async def train(number: int) -> None:
+                taken = {"model_id": model, "seq_id": number, "sampling_session_seq_id": 0}
+                await first.run("save_weights_for_sampler", taken)
+                await first.run("forward_backward", pass_json(model, number + 1))
+                await first.run("optim_step", step_json(model, number + 2, learning_rate=5))
+
+            try:
+                await train(1)
+                await until(writing.is_set)
+                await train(4)
+                drawn = await first.run("asample", sample_json(sampler))
+                assert not list((tmp_path / "a").glob("runs/*/state-*[0-9]")), "the first state still waits for it"
+            finally:
+                gate.set()
+            await until(lambda: bool(list((tmp_path / "a").glob("runs/*/state-6"))))
+            assert len(list((tmp_path / "a").glob("snapshots/*"))) == 1, "nothing is left of the old one"
+            image = killed(tmp_path / "a")
+        async with life(image) as second:
+            assert await second.run("asample", sample_json(sampler, 1)) == drawn
+
+    played(scenario)
+
+
 # ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

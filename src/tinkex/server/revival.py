@@ -22,7 +22,7 @@ from tinkex.protocol import BY_NAME
 from tinkex.server.checkpoints import clear_leftovers
 from tinkex.server.journal import Entry, decode
 from tinkex.server.scheduler import Lane
-from tinkex.server.state import DIRECT, READ, Call, LiveRun, Queued, Refusal, State, file_name
+from tinkex.server.state import DIRECT, READ, UNPLACED, Call, LiveRun, Queued, Refusal, State, file_name
 from tinkex.server.store import Run
 from tinkex.server.submission import GIVEN_UP, UNFINISHED, digest_of, give_up_gap, spend
 from tinkex.types.sessions import RequestFailedResponse
@@ -30,8 +30,8 @@ from tinkex.types.training import CreateModelResponse, OptimizerConfigBase
 
 logger = logging.getLogger("tinkex.server")
 
-SCRATCH = ("*/*/.saving-*", "*/*/.deleting-*")
-"""What saving and deleting checkpoints leave when they are not finished, and …"""
+SCRATCH = ("checkpoints/*/*/.saving-*", "checkpoints/*/*/.deleting-*", f"snapshots/*{UNPLACED}*")
+"""What saving and deleting leaves when it is not finished, and …"""
 ABANDONED_SECONDS = 3600.0
 """… after how long nobody can be at it any more, another process with the same data directory included."""
 
@@ -55,7 +55,7 @@ def take_up_sessions(state: State) -> None:
             if re.split(r"_(?:train|sample|loss)_", directory.name)[0] not in names:
                 shutil.rmtree(directory, ignore_errors=True)
     for pattern in SCRATCH:  # runs that are taken up again have theirs removed at once
-        for directory in state.checkpoint_dir.glob(pattern):
+        for directory in state.data_dir.glob(pattern):
             if time.time() - directory.stat().st_mtime > ABANDONED_SECONDS:
                 shutil.rmtree(directory, ignore_errors=True)
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, fields
@@ -30,6 +31,8 @@ DIRECT = "direct"
 """What stands for a session where samples are asked for without one."""
 READ = "read"
 """What a journal of samples says where results have been read."""
+UNPLACED = ".new-"
+"""What follows a nameless sampler's name in that of a directory while its weights are written there."""
 EXPIRED = "expired"
 """Why a session ended from which nothing was heard."""
 CARRY_ON = "carry on from a saved state with create_training_client_from_state_with_optimizer"
@@ -139,6 +142,14 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
+def _write_whole(write: Writer, scratch: Path) -> None:
+    try:
+        write(scratch)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
 def file_name(name: str) -> str:
     """An id as a name for a file; ids are ours, or made of ours."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
@@ -175,8 +186,10 @@ class State:
         self.samples: dict[str, dict[str, int]] = {}
         """By session, the samples in its journal that may still be asked for, and their numbers there."""
         self.journals: dict[str, Journal] = {}
+        self._unplaced: dict[str, Path] = {}
+        """Where the weights of nameless samplers are being written. Known to the worker alone."""
         self.writing = asyncio.Lock()
-        """Held while a run's state is written: one at a time is enough for a disk, and for memory."""
+        """Held while the state of a run or a sampler is written: one at a time is enough for a disk, and for memory."""
         self.reviving: dict[str, asyncio.Task[None]] = {}
         self.revive: Callable[[str], Coroutine[Any, Any, None]] | None = None
         """Takes up again what an earlier life of the server had of a run or of a session's samples."""
@@ -303,24 +316,45 @@ class State:
             self.snapshots[name] = self.snapshot_directory(name)  # whoever asks from now on is queued behind the saving
             self.worker.run(self._spill_snapshot, name)
 
+    async def put_snapshot(self, sampler: str) -> None:
+        """Have a nameless sampler's weights on disk, whole or not at all; once is enough."""
+        begun = await self.worker.run(self._begin_snapshot, sampler)
+        if begun is not None:
+            async with self.writing:
+                await asyncio.to_thread(_write_whole, *begun)
+            await self.worker.run(self._place_snapshot, sampler, begun[1])
+
     def _spill_snapshot(self, sampler: str) -> None:
-        self.put_snapshot(sampler)
+        """The same at once, on the worker: room in memory is needed. Mostly a run's state has seen to it before."""
+        begun = self._begin_snapshot(sampler)
+        if begun is not None:
+            _write_whole(*begun)
+            self._place_snapshot(sampler, begun[1])
         self.engine.drop_sampler(sampler)
 
-    def put_snapshot(self, sampler: str) -> None:
-        """Have a nameless sampler's weights on disk, whole or not at all; once is enough. On the worker."""
+    def _begin_snapshot(self, sampler: str) -> tuple[Writer, Path] | None:
         directory = self.snapshot_directory(sampler)
         if directory.is_dir():
+            return None
+        write = self.engine.sampler_writer(sampler)
+        directory.parent.mkdir(exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{directory.name}{UNPLACED}", dir=directory.parent))
+        self._unplaced[sampler] = scratch
+        return write, scratch
+
+    def _place_snapshot(self, sampler: str, scratch: Path) -> None:
+        """Let files that were written be a sampler's, unless it has others by now."""
+        directory = self.snapshot_directory(sampler)
+        if self._unplaced.get(sampler) != scratch or directory.is_dir():
+            shutil.rmtree(scratch, ignore_errors=True)
             return
-        scratch = directory.with_name(f"{directory.name}.new")
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        self.engine.sampler_writer(sampler)(scratch)
+        del self._unplaced[sampler]
         scratch.rename(directory)
         sync_directory(directory.parent)
 
     def drop_snapshot_files(self, sampler: str) -> None:
-        """Have nothing of a nameless sampler on disk. On the worker."""
+        """Have nothing of a nameless sampler on disk, nor of what is being written. On the worker."""
+        self._unplaced.pop(sampler, None)
         shutil.rmtree(self.snapshot_directory(sampler), ignore_errors=True)
 
     def _forget_snapshot(self, sampler: str) -> None:

@@ -334,10 +334,11 @@ async def _enforce(state: State, live: LiveRun, number: int, write: Writer) -> N
         now = time.monotonic()
         covered = {key: promise for key, promise in live.recent.items() if key <= number}
         wanted = [p for p in covered.values() if not p.read or now - p.read < JUST_READ]
-        for sampler in [name for name, taken in live.unsaved_samplers.items() if taken <= number]:
+        for sampler, taken in [known for known in live.unsaved_samplers.items() if known[1] <= number]:
             if sampler in state.snapshots:
-                await state.worker.run(state.put_snapshot, sampler)
-            live.unsaved_samplers.pop(sampler, None)
+                await state.put_snapshot(sampler)
+            if live.unsaved_samplers.get(sampler) == taken:  # else it was made anew meanwhile
+                del live.unsaved_samplers[sampler]
         for promise in wanted:
             await promise.done.wait()
         await asyncio.to_thread(_write_results, written / "results.log", wanted)
