@@ -161,6 +161,87 @@ def test_a_server_that_stops_finishes_the_save_that_it_is_at(tmp_path: Path) -> 
 
 
 @pytest.mark.covers("S44")
+def test_a_server_that_stops_begins_no_save_any_more(tmp_path: Path) -> None:
+    """What was promised is saved by the next life, as it was when it was asked for."""
+    writing, gate, saves = threading.Event(), threading.Event(), []
+
+    def slow(method: str, subject: str) -> None:
+        if method == "save":
+            saves.append(subject)
+            writing.set()
+            assert gate.wait(20)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=slow)) as first:
+            models = [await first.model() for _ in range(3)]
+            for model in models:  # with a gradient pending, no state is written
+                await first.run("forward_backward", pass_json(model, 1))
+            ids = [await first.submit("save_weights", save_json(model, 2, "x")) for model in models]
+            await until(writing.is_set)
+            asyncio.get_running_loop().call_later(0.2, gate.set)
+        assert saves == models[:1]
+        async with life(tmp_path / "a") as second:
+            told = [(await second.result(request_id))["path"] for request_id in ids]
+            assert told == [f"tinker://{model}/weights/x" for model in models]
+
+    played(scenario)
+
+
+def test_saves_that_wait_for_each_other_outlive_their_session(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def slow(method: str, subject: str) -> None:
+        if method == "save":
+            assert gate.wait(20)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=slow)) as server:
+            model = await server.model()
+            for number, name in enumerate("xyz", 1):
+                await server.submit("save_weights", save_json(model, number, name))
+            server.state.end_session(model.partition(":")[0])
+            gate.set()
+
+            def kept() -> int:
+                return len(server.state.catalogue.checkpoints("local", limit=-1, offset=0)[0])
+
+            await until(lambda: kept() == 3)
+
+    played(scenario)
+
+
+def test_a_load_does_not_see_the_half_of_a_save_that_replaces_what_it_loads(tmp_path: Path) -> None:
+    saving, written, found, gate = (threading.Event() for _ in range(4))
+    saved: list[str] = []
+
+    def slow(method: str, subject: str) -> None:
+        if saved and method == "save" and subject == saved[0]:
+            saving.set()
+            assert written.wait(20)
+        if saved and method == "load":
+            found.set()
+            assert gate.wait(20)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=slow)) as server:
+            model, other = await server.model(), await server.model()
+            path = (await server.run("save_weights", save_json(model, 1, "x")))["path"]
+            saved.append(model)
+            again = await server.submit("save_weights", save_json(model, 2, "x", overwrite=True))
+            await until(saving.is_set)
+            load = {"model_id": other, "seq_id": 1, "path": path, "optimizer": True}
+            loading = await server.submit("load_weights", load)
+            await until(found.is_set)
+            written.set()
+            await asyncio.sleep(0.1)
+            gate.set()
+            assert (await server.result(loading))["path"] == path
+            assert (await server.result(again))["path"] == path
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
 def test_what_a_killed_save_left_behind_is_removed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
@@ -423,11 +504,123 @@ def test_a_nameless_sampler_that_is_made_anew_while_it_is_written_is_the_new_one
                 assert not list((tmp_path / "a").glob("runs/*/state-*[0-9]")), "the first state still waits for it"
             finally:
                 gate.set()
-            await until(lambda: bool(list((tmp_path / "a").glob("runs/*/state-6"))))
+            await until(lambda: bool(list((tmp_path / "a").glob("runs/*/state-3"))))
+            await first.run("forward_backward", pass_json(model, 7))
+            await first.run("optim_step", step_json(model, 8))
+            await until(lambda: bool(list((tmp_path / "a").glob("runs/*/state-8"))))
             assert len(list((tmp_path / "a").glob("snapshots/*"))) == 1, "nothing is left of the old one"
             image = killed(tmp_path / "a")
         async with life(image) as second:
             assert await second.run("asample", sample_json(sampler, 1)) == drawn
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
+def test_a_nameless_sampler_whose_number_is_used_again_after_a_crash_is_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first was put on disk, the second was taken and not made; it must not be mistaken for saved."""
+    monkeypatch.setattr(submission, "STATE_OPERATIONS", 3)
+    gate = threading.Event()
+    gate.set()
+
+    def slow(method: str, subject: str) -> None:
+        if method == "forward_backward":
+            assert gate.wait(20)
+
+    def in_force(directory: Path, number: int) -> Callable[[], bool]:
+        return lambda: bool(list(directory.glob(f"runs/*/state-{number}")))
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=slow)) as first:
+            model = await first.model()
+            sampler = f"{model.partition(':')[0]}:sample:0"
+            taken = {"model_id": model, "sampling_session_seq_id": 0}
+            await first.run("save_weights_for_sampler", taken | {"seq_id": 1})
+            await first.run("forward_backward", pass_json(model, 2))
+            await first.run("optim_step", step_json(model, 3, learning_rate=5))
+            await until(in_force(tmp_path / "a", 3))
+            gate.clear()
+            await first.submit("forward_backward", pass_json(model, 4))
+            await first.submit("save_weights_for_sampler", taken | {"seq_id": 5})
+            image = killed(tmp_path / "a")
+            gate.set()
+        async with life(image) as second:
+            await second.result(f"{model}:5")
+            drawn = await second.run("asample", sample_json(sampler))
+            await second.run("optim_step", step_json(model, 6))
+            await until(in_force(image, 6))
+            image = killed(image)
+        async with life(image) as third:
+            assert await third.run("asample", sample_json(sampler, 1)) == drawn
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
+def test_nameless_samplers_outlive_the_run_they_were_made_of(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as first:
+            model = await first.model()
+            sampler = f"{model.partition(':')[0]}:sample:0"
+            taken = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+            ids = [await first.submit("save_weights_for_sampler", taken)]
+            ids.append(await first.submit("unload_model", {"model_id": model}))
+            told = [await first.result(request_id) for request_id in ids]
+            assert not any("error" in answer for answer in told), told
+            drawn = await first.run("asample", sample_json(sampler))
+            image = killed(tmp_path / "a")
+        async with life(image) as second:
+            assert await second.run("asample", sample_json(sampler, 1)) == drawn
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
+def test_what_a_killed_server_left_of_a_nameless_sampler_is_removed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as first:
+            model = await first.model()
+            image = killed(tmp_path / "a")
+        left = image / "snapshots" / f"{model.partition(':')[0]}_sample_0{state.UNPLACED}x1"
+        left.mkdir(parents=True)
+        async with life(image) as second:
+            await second.run("forward_backward", pass_json(model, 1))
+            assert not left.exists()
+
+    played(scenario)
+
+
+def test_a_result_that_made_room_while_a_state_was_written_is_not_kept_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For there is nothing left of it, and a run must not break of that."""
+    monkeypatch.setattr(submission, "STATE_OPERATIONS", 3)
+    monkeypatch.setattr(promises, "KEEP_READ_BYTES", 10)
+    writing, gate, clock = threading.Event(), threading.Event(), Clock()
+
+    def slow(method: str, subject: str) -> None:
+        if method == "save_sampler":
+            writing.set()
+            assert gate.wait(20)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=slow)) as first:
+            monkeypatch.setattr(first.state.promises, "_clock", clock.monotonic)
+            model = await first.model()
+            taken = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+            await first.run("save_weights_for_sampler", taken)
+            await first.run("forward_backward", pass_json(model, 2))
+            await first.run("optim_step", step_json(model, 3))
+            await until(writing.is_set)
+            clock.ahead = 130
+            first.state.promises.sweep()
+            gate.set()
+            await until(lambda: bool(list((tmp_path / "a").glob("runs/*/state-3"))))
+            image = killed(tmp_path / "a")
+        async with life(image) as second:
+            assert "metrics" in await second.run("forward_backward", pass_json(model, 4))
 
     played(scenario)
 
@@ -596,7 +789,8 @@ def test_a_run_goes_on_while_its_state_is_written(
         async with life(image) as second:
             assert await second.run("forward", forward_json(model, 9)) == told[-1]
             assert [await second.result(f"{model}:{number}") for number in range(1, 10)] == told
-            assert not list(second.state.run_directory(model).glob("unfinished-*"))
+            directory = second.state.run_directory(model)
+            await until(lambda: not list(directory.glob("unfinished-*")))  # what is left, and its own
 
     played(scenario)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,6 +81,22 @@ def test_a_writer_writes_what_there_was_when_it_was_made_on_any_thread(
         assert not all(torch.equal(ours[key], others[key]) for key in ours)
     with safe_open(later / "optimizer.safetensors", "pt") as saved:
         assert saved.metadata()["step"] == "2"
+
+
+def test_a_snapshot_costs_the_adapters_bytes_and_no_optimizers(engine: TorchEngine, data: Data, tmp_path: Path) -> None:
+    train(engine, "a", data, range(1))
+    engine.snapshot("a", "frozen")
+    write, write_all = engine.writer("a", optimizer=False), engine.writer("a", optimizer=True)
+    state = engine._adapters["a"].state
+    assert isinstance(state, AdamState)
+    moments = weakref.ref(state.exp_avg)
+    del state
+    engine.drop("a")
+    assert moments() is not None, "one writer needs it"
+    del write_all
+    assert moments() is None
+    write(tmp_path)
+    assert not (tmp_path / "optimizer.safetensors").exists()
 
 
 @pytest.mark.covers("S24")

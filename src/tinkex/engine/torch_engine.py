@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from tinkex.engine.optim import State
     from tinkex.types.custom_losses import CreateCustomLossRequest
     from tinkex.types.inputs import Datum
     from tinkex.types.sampling import SampleRequest
@@ -104,7 +103,7 @@ class TorchEngine:
         self._adapters: dict[str, Adapter] = {}
         self._losses: dict[str, CompiledLoss] = {}
         self._samplers: dict[str, Source] = {}
-        self._frozen: dict[str, tuple[str, Layout, State]] = {}
+        self._frozen: dict[str, tuple[str, Layout, torch.Tensor]] = {}
         self._sampler = Sampler()
         if eager:
             for base in self._bases.values():
@@ -167,7 +166,7 @@ class TorchEngine:
     def writer(self, adapter: str, *, optimizer: bool) -> Writer:
         """What writes an adapter as it is now: PEFT files, and optimizer state beside them."""
         saved = self._adapter(adapter)
-        return adapter_writer(saved.base_model, saved.layout, saved.state, optimizer=optimizer)
+        return adapter_writer(saved.base_model, saved.layout, saved.state.weights, saved.state if optimizer else None)
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are dropped."""
@@ -179,13 +178,13 @@ class TorchEngine:
         """Freeze an adapter's present weights as a sampler."""
         frozen = self._adapter(adapter)
         self._samplers[sampler] = self._base(frozen.base_model).source(Lora(frozen.factors()))
-        self._frozen[sampler] = (frozen.base_model, frozen.layout, frozen.state)
+        self._frozen[sampler] = (frozen.base_model, frozen.layout, frozen.state.weights)
 
     def sampler_writer(self, sampler: str) -> Writer:
         """What writes a snapshot's weights as PEFT files."""
         if sampler not in self._frozen:
             raise EngineError(f"there is no snapshot {sampler!r}")
-        return adapter_writer(*self._frozen[sampler], optimizer=False)
+        return adapter_writer(*self._frozen[sampler])
 
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
         """Make a sampler of saved weights, or of the bare base model when there is no directory."""

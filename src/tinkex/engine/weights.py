@@ -193,9 +193,9 @@ class _Source:
         )
 
 
-def adapter_writer(base_model: str, layout: Layout, state: State, *, optimizer: bool) -> Writer:
-    """What writes PEFT files, and optimizer state beside them. The state is never changed, so it can wait."""
-    ready = mark(state.weights.device)
+def adapter_writer(base_model: str, layout: Layout, weights: torch.Tensor, state: State | None = None) -> Writer:
+    """What writes PEFT files, and an optimizer's state beside them. None of it is ever changed, so it can wait."""
+    ready = mark(weights.device)
 
     def named(flat: torch.Tensor, prefix: str) -> dict[str, torch.Tensor]:
         views = layout.tensors(to_host_beside(flat, ready))
@@ -206,9 +206,9 @@ def adapter_writer(base_model: str, layout: Layout, state: State, *, optimizer: 
     def write(directory: Path) -> None:
         config = _peft_config(base_model, layout)
         (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(named(state.weights, PREFIX), directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        save_file(named(weights, PREFIX), directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-        if optimizer:
+        if state is not None:
             moments: dict[str, torch.Tensor] = {}
             for name in state.MOMENTS:
                 moments |= named(getattr(state, name), f"{name}.")

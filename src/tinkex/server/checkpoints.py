@@ -76,40 +76,65 @@ def saving(
         if finish is not None:
             finish(directory)
 
-    def save() -> Any:
-        if wanted.request_id is not None and (done := state.store.save(wanted.request_id)) is not None:
-            return answer(done)
-        saved = put_files(state.store, state.checkpoint_dir, run, wanted, write)
+    def begin() -> Save | Path:
+        done = None if wanted.request_id is None else state.store.save(wanted.request_id)
+        return done or _write_files(state.store, state.checkpoint_dir, run, wanted, write)
+
+    def end(written: Save | Path) -> Any:
+        if isinstance(written, Save):
+            return answer(written)
+        saved = _place_files(state.store, run, wanted, written)
         return answer(Save(saved.tinker_path, saved.size_bytes))
 
-    return Beside(save)
+    return Beside(begin, end)
 
 
 def put_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]) -> SavedCheckpoint:
     """Write to a temporary name, flush, rename, then record: a checkpoint is whole or not there."""
-    check_name(wanted.name)
-    expires = expiry(wanted.ttl_seconds)
+    return _place_files(store, run, wanted, _write_files(store, root, run, wanted, write))
+
+
+def _free_path(store: Store, run: Run, wanted: Wanted) -> str:
+    """The path of a checkpoint that may be made."""
     path = f"{SCHEME}{run.model_id}/{wanted.kind}/{wanted.name}"
-    existing = store.checkpoint(path)
-    if existing is not None and not wanted.overwrite:
+    if not wanted.overwrite and store.checkpoint(path) is not None:
         hint = "; pass overwrite=True to replace it" if wanted.kind == "weights" else ""
         raise EngineError(f"checkpoint {path} exists already{hint}")
-    replaced = Catalogue(store).directory(path)
+    return path
+
+
+def _write_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]) -> Path:
+    """Write to a temporary name, and flush."""
+    check_name(wanted.name)
+    expiry(wanted.ttl_seconds)
+    path = _free_path(store, run, wanted)
     parent = _place(root, run.model_id) / wanted.kind
-    target = parent / wanted.name
     with _telling_of_a_full_disk(path):
         parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
         try:
             write(scratch)
             sync([*scratch.iterdir(), scratch])
-            if target.exists():  # what is replaced stays whole until its successor is on record
-                target = parent / f"{wanted.name}.{secrets.token_hex(4)}"
-            scratch.rename(target)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
+    return scratch
+
+
+def _place_files(store: Store, run: Run, wanted: Wanted, scratch: Path) -> SavedCheckpoint:
+    """Let files that were written be a checkpoint. Saves do it on the worker, as loads do: neither sees half of it."""
+    parent = scratch.parent
+    target = parent / wanted.name
+    try:
+        path = _free_path(store, run, wanted)  # another save may have been quicker
+        if target.exists():  # what is replaced stays whole until its successor is on record
+            target = parent / f"{wanted.name}.{secrets.token_hex(4)}"
+        scratch.rename(target)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     sync([parent])
+    replaced = Catalogue(store).directory(path)
     saved = SavedCheckpoint(
         tinker_path=path,
         model_id=run.model_id,
@@ -119,7 +144,7 @@ def put_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Callabl
         lora=run.lora,
         optimizer=run.optimizer,
         size_bytes=sum(file.stat().st_size for file in target.iterdir()),
-        expires=expires,
+        expires=expiry(wanted.ttl_seconds),
         user_metadata=wanted.user_metadata,
         owner=run.owner,
         project_id=wanted.project_id,

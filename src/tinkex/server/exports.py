@@ -73,7 +73,7 @@ async def save_weights_external(state: State, call: Call) -> UntypedAPIFuture:
         wanted = Wanted("external_weights", request.path, request.ttl_seconds, request_id=request_id)
         return saving(state, run, wanted, answer, optimizer=False, finish=finish)
 
-    return await enqueue(state, call, request.model_id, request.seq_id, work)
+    return await enqueue(state, call, request.model_id, request.seq_id, work, is_save=True)
 
 
 def encryption(recipients: Sequence[str]) -> Callable[[Path], None]:

@@ -404,13 +404,14 @@ async def save_weights(state: State, call: Call) -> UntypedAPIFuture:
 
         return saving(state, run, wanted, answer, optimizer=True)
 
-    return await enqueue(state, call, request.model_id, request.seq_id, work)
+    return await enqueue(state, call, request.model_id, request.seq_id, work, is_save=True)
 
 
 async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture:
     """Save weights to sample from: under a name, or as a nameless snapshot that lives with the session."""
     request: SaveWeightsForSamplerRequest = call.request
-    run = (await live_run(state, request.model_id)).run
+    live = await live_run(state, request.model_id)
+    run = live.run
 
     def work() -> SaveWeightsForSamplerResponseInternal | Beside:
         if request.path is not None:
@@ -429,9 +430,10 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
         if request.sampling_session_seq_id is None:
             raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
-        if not call.is_replayed:  # a client that uses a number again means the new weights
-            state.drop_snapshot_files(sampler_id)
+        state.drop_snapshot_files(sampler_id)  # a client that uses a number again means the new weights
         state.engine.snapshot(run.model_id, sampler_id)
+        assert call.number is not None
+        live.unsaved_samplers[sampler_id] = call.number
         state.store.add_sampler(
             Sampler(
                 sampler_id,
@@ -448,14 +450,11 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
     def after(saved: SaveWeightsForSamplerResponseInternal) -> SaveWeightsForSamplerResponseInternal:
         if saved.sampling_session_id is not None:
             state.keep_snapshot(run.session_id, saved.sampling_session_id)
-            if (live := state.runs.get(run.model_id)) is not None:
-                assert call.number is not None
-                live.unsaved_samplers[saved.sampling_session_id] = call.number
         return saved
 
     # The official client counts sampling_session_seq_id up when it retries: it does not make another request of it.
     call.digest = digest_of("", to_json(request.model_copy(update={"sampling_session_seq_id": None})))
-    return await enqueue(state, call, request.model_id, request.seq_id, work, after)
+    return await enqueue(state, call, request.model_id, request.seq_id, work, after, is_save=True)
 
 
 async def load_weights(state: State, call: Call) -> UntypedAPIFuture:

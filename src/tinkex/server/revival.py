@@ -98,6 +98,7 @@ async def _revive_run(state: State, handlers: Handlers, model_id: str, directory
     state.heard[session_id] = time.monotonic()
     await asyncio.to_thread(clear_leftovers, state, model_id)
     await asyncio.to_thread(_clear_unfinished, directory)
+    await state.worker.run(state.clear_unplaced, session_id)
     if run is not None and frozen is not None:
         live = LiveRun(run, Lane[Queued](number + 1))
         await state.worker.run(_thaw, state, run, frozen)

@@ -3,8 +3,8 @@
 A lane is pure bookkeeping (no clock, no threads): operations go in by number and come out when every number before them
 has. The worker hands passes to the engine as soon as nothing of their run is before them, so that those of several runs
 can share its steps; what else a run is asked for waits until its passes have ended. Steps of training and of sampling
-take turns by the time they take, so that neither stops the other. Files are written on a thread of their own: the run
-they are of waits for that, the engine does not.
+take turns by the time they take, so that neither stops the other. Files are written on a thread of their own: what a
+run is to learn or load next waits for that, the engine does not.
 """
 
 from __future__ import annotations
@@ -96,12 +96,15 @@ def _end(worker: weakref.ref[Worker], thread: threading.Thread, pid: int) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The rest of an operation: done on another thread while the engine goes on; what its run does next waits for it.
+    """The rest of an operation: work on another thread, while the engine goes on, and then something on the worker.
 
-    Passes do not wait: what is beside them must not depend on what they change.
+    Passes and saves of the same run do not wait for it: it must not depend on what they change.
     """
 
     work: Callable[[], Any]
+    then: Callable[[Any], Any]
+    """Takes what the work returned; gives the operation's result. Comes before anything else that is queued after it
+    on the worker, such as a load of what was saved."""
 
 
 @dataclass(slots=True)
@@ -113,6 +116,8 @@ class _Task:
     """The run whose order it keeps, if it is one's."""
     job: str | None = None
     """The pass that the function starts, if it starts one."""
+    is_save: bool = False
+    """Whether it need not wait for others of its run that go on beside the engine."""
 
 
 class Worker:
@@ -127,8 +132,10 @@ class Worker:
         self._passes: dict[str, _Task] = {}
         """By job, what the engine has begun."""
         self._open: Counter[str] = Counter()
-        """How many passes each run has there, or operations that are finished beside the engine."""
-        self._beside = ThreadPoolExecutor(1, "tinkex-files")
+        """How many passes each run has there, and …"""
+        self._saves: Counter[str] = Counter()
+        """… how many operations that go on beside it, one after the other on this thread."""
+        self._files = ThreadPoolExecutor(1, "tinkex-files")
         self._shares = Shares()
         self._samples: dict[str, asyncio.Future[SampleResponse]] = {}
         self._cancelled: set[str] = set()
@@ -168,17 +175,27 @@ class Worker:
         """Queue a function that comes after everything that was queued for the same run; see `Beside` for its end."""
         return self._put(function, args, run)
 
+    def run_save(self, run: str, function: Callable[[], Beside]) -> asyncio.Future[Any]:
+        """Queue a function that comes after what its run was asked for, other saves excepted: they end in order."""
+        return self._put(function, (), run, is_save=True)
+
     def run_pass(self, run: str, job: str, start: Callable[[], object]) -> asyncio.Future[ForwardBackwardOutput]:
         """Queue a pass, which `start` starts on the engine under this job's name; the future has its output."""
         return self._put(start, (), run, job)
 
     def _put(
-        self, function: Callable[..., Any], args: tuple[Any, ...], run: str | None = None, job: str | None = None
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        run: str | None = None,
+        job: str | None = None,
+        *,
+        is_save: bool = False,
     ) -> asyncio.Future[Any]:
         assert self._loop is not None, "the worker has not been started"
         future: asyncio.Future[Any] = self._loop.create_future()
         future.add_done_callback(_seen)
-        self._tasks.put(_Task(function, args, future, run, job))
+        self._tasks.put(_Task(function, args, future, run, job, is_save))
         if self.failure is not None:  # else the thread takes it, or empties the queue after it has said so
             _settle(future, self.failure)
         return future
@@ -260,9 +277,11 @@ class Worker:
         except BaseException as error:  # nobody else would hear of it, and everyone would wait for ever
             logger.critical("the engine's thread has died; the server must be restarted", exc_info=True)
             why = self.failure = _death(error)
+        self._stopping = True
         try:
-            self._beside.shutdown()
             self._stop_all(why)
+            self._files.shutdown()  # what is being written is finished; what has not begun sees that it is too late
+            self._empty_queue(why)
         finally:
             self._post(self._ended.set)
 
@@ -304,7 +323,7 @@ class Worker:
     def _release(self, run: str) -> None:
         """Begin what nothing of its run is before any more."""
         waiting = self._waiting.get(run, deque())
-        while waiting and (waiting[0].job is not None or not self._open[run]):
+        while waiting and self._may_begin(run, waiting[0]):
             task = waiting.popleft()
             if task.job is None or self._stopping:
                 self._execute(task)
@@ -322,6 +341,11 @@ class Worker:
         if not waiting:
             self._waiting.pop(run, None)
 
+    def _may_begin(self, run: str, task: _Task) -> bool:
+        if task.job is not None:
+            return True
+        return not self._open[run] and (task.is_save or not self._saves[run])
+
     def _pass_step(self) -> None:
         try:
             ended = self.engine.pass_step()
@@ -331,45 +355,60 @@ class Worker:
         for done in ended:
             if (task := self._passes.pop(done.job, None)) is None:
                 continue
-            self._resolve(task.future, done.result)
-            self._close(task)
+            self._close(self._open, task, done.result)
 
-    def _close(self, task: _Task) -> None:
-        """Let what waits for an operation of a run begin."""
+    def _close(self, counter: Counter[str], task: _Task, outcome: Any) -> None:
+        """Tell how an operation of a run ended, and let what waits for it begin."""
         assert task.run is not None
-        self._open[task.run] -= 1
-        if not self._open[task.run]:
-            del self._open[task.run]
+        counter[task.run] -= 1
+        if not counter[task.run]:
+            del counter[task.run]
+        self._resolve(task.future, outcome)
         self._release(task.run)
 
-    def _finish_beside(self, task: _Task, work: Callable[[], Any]) -> None:
-        """Finish an operation, on the thread for that; the engine's is told."""
+    def _work_beside(self, task: _Task, beside: Beside) -> None:
+        """Go on with an operation, on the thread for that; it comes back to the engine's."""
         outcome: Any = EngineError(STOPPED, "server")
         try:
-            outcome = work()
+            if not self._stopping:
+                outcome = beside.work()
         except Exception as error:
             outcome = error
         finally:
-            self._resolve(task.future, outcome)
-            self._tasks.put(_Task(self._close, (task,), task.future))
+            self._tasks.put(_Task(self._come_back, (task, beside, outcome), task.future))
+
+    def _come_back(self, task: _Task, beside: Beside, outcome: Any) -> None:
+        try:
+            if not isinstance(outcome, Exception):
+                outcome = beside.then(outcome)
+        except Exception as error:
+            outcome = error
+        self._close(self._saves, task, outcome)
 
     def _stop_all(self, why: EngineError) -> None:
         for task in [*self._passes.values(), *(task for tasks in self._waiting.values() for task in tasks)]:
             self._resolve(task.future, why)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (queued := self._tasks.get_nowait()) is not None:
-                    self._resolve(queued.future, why)
+        self._waiting.clear()
+        self._empty_queue(why)
         self._fail_samples(why)
 
+    def _empty_queue(self, why: EngineError) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                queued = self._tasks.get_nowait()
+                if queued is not None and queued.function == self._come_back:
+                    self._execute(queued)
+                elif queued is not None:
+                    self._resolve(queued.future, why)
+
     def _execute(self, task: _Task) -> None:
-        if self._stopping:
+        if self._stopping and task.function != self._come_back:
             self._resolve(task.future, EngineError(STOPPED, "server"))
             return
         try:
             outcome = task.function(*task.args)
             if isinstance(outcome, Beside):
-                self._beside.submit(self._finish_beside, task, outcome.work)
+                self._files.submit(self._work_beside, task, outcome)
         except Exception as error:
             self._resolve(task.future, error)
         except BaseException as error:
@@ -378,7 +417,7 @@ class Worker:
         else:
             if isinstance(outcome, Beside):
                 assert task.run is not None, "nothing would wait for it"
-                self._open[task.run] += 1
+                self._saves[task.run] += 1
             else:
                 self._resolve(task.future, outcome)
 

@@ -80,6 +80,8 @@ class Queued:
     """Whether the work is done even when a number before it never comes."""
     is_pass: bool = False
     """Whether the work only starts a pass on the engine."""
+    is_save: bool = False
+    """Whether it need not wait for the saves before it."""
 
 
 @dataclass(slots=True)
@@ -100,11 +102,12 @@ class LiveRun:
     """… and when that was."""
     state_rest: float = 0.0
     """For how many seconds after that there is no other, since it took so long."""
-    new_state: tuple[int, Writer] | None = None
-    """The number of a state that is not in force yet, and what writes its files."""
+    new_state: tuple[int, Writer | None] | None = None
+    """The number of a state that is not in force yet, and what writes its files if that is not done."""
     enforcing: asyncio.Lock = field(default_factory=asyncio.Lock)
     unsaved_samplers: dict[str, int] = field(default_factory=dict)
-    """Nameless samplers of this run that are only in memory, and the numbers they were asked for under."""
+    """Nameless samplers of this run that are only in memory, and the numbers they were asked for under. The worker adds
+    to it, so copy it before you go through it."""
     done: int = 0
     """The number of the operation that was carried out last."""
     is_between_steps: bool = True
@@ -142,7 +145,8 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def _write_whole(write: Writer, scratch: Path) -> None:
+def write_whole(write: Writer, scratch: Path) -> None:
+    """Have a writer fill a directory, or have no directory."""
     try:
         write(scratch)
     except BaseException:
@@ -318,21 +322,22 @@ class State:
 
     async def put_snapshot(self, sampler: str) -> None:
         """Have a nameless sampler's weights on disk, whole or not at all; once is enough."""
-        begun = await self.worker.run(self._begin_snapshot, sampler)
+        begun = await self.worker.run(self.begin_snapshot, sampler)
         if begun is not None:
             async with self.writing:
-                await asyncio.to_thread(_write_whole, *begun)
-            await self.worker.run(self._place_snapshot, sampler, begun[1])
+                await asyncio.to_thread(write_whole, *begun)
+            await self.worker.run(self.place_snapshot, sampler, begun[1])
 
     def _spill_snapshot(self, sampler: str) -> None:
         """The same at once, on the worker: room in memory is needed. Mostly a run's state has seen to it before."""
-        begun = self._begin_snapshot(sampler)
+        begun = self.begin_snapshot(sampler)
         if begun is not None:
-            _write_whole(*begun)
-            self._place_snapshot(sampler, begun[1])
+            write_whole(*begun)
+            self.place_snapshot(sampler, begun[1])
         self.engine.drop_sampler(sampler)
 
-    def _begin_snapshot(self, sampler: str) -> tuple[Writer, Path] | None:
+    def begin_snapshot(self, sampler: str) -> tuple[Writer, Path] | None:
+        """What writes a nameless sampler's weights, and where to; None if they are on disk. On the worker."""
         directory = self.snapshot_directory(sampler)
         if directory.is_dir():
             return None
@@ -342,8 +347,8 @@ class State:
         self._unplaced[sampler] = scratch
         return write, scratch
 
-    def _place_snapshot(self, sampler: str, scratch: Path) -> None:
-        """Let files that were written be a sampler's, unless it has others by now."""
+    def place_snapshot(self, sampler: str, scratch: Path) -> None:
+        """Let files that were written be a sampler's, unless it has others by now. On the worker."""
         directory = self.snapshot_directory(sampler)
         if self._unplaced.get(sampler) != scratch or directory.is_dir():
             shutil.rmtree(scratch, ignore_errors=True)
@@ -351,6 +356,13 @@ class State:
         del self._unplaced[sampler]
         scratch.rename(directory)
         sync_directory(directory.parent)
+
+    def clear_unplaced(self, session_id: str) -> None:
+        """Delete what an earlier life had not written to its end of a session's samplers. On the worker."""
+        written = set(self._unplaced.values())
+        for scratch in (self.data_dir / "snapshots").glob(f"{file_name(session_id)}_*{UNPLACED}*"):
+            if scratch not in written:
+                shutil.rmtree(scratch, ignore_errors=True)
 
     def drop_snapshot_files(self, sampler: str) -> None:
         """Have nothing of a nameless sampler on disk, nor of what is being written. On the worker."""

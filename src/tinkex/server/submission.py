@@ -7,6 +7,7 @@ waits for ever.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import logging
@@ -24,7 +25,8 @@ from tinkex.server.journal import Entry, Journal, sync_directory
 from tinkex.server.journal import encode as encode_entry
 from tinkex.server.promises import JUST_READ, Left, Promise, Target
 from tinkex.server.results import encode
-from tinkex.server.state import CARRY_ON, Call, LiveRun, Queued, Refusal, State
+from tinkex.server.scheduler import Beside
+from tinkex.server.state import CARRY_ON, Call, LiveRun, Queued, Refusal, State, write_whole
 from tinkex.server.usage import watch
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import UnloadModelResponse, UntypedAPIFuture
@@ -161,10 +163,12 @@ async def enqueue(
     after: Callable[[Any], Any] | None = None,
     *,
     is_pass: bool = False,
+    is_save: bool = False,
 ) -> UntypedAPIFuture:
     """Put an operation into its run's lane; a repeated number gives the original receipt.
 
-    The work of a pass is to start it on the engine, under a name that it is given; other work is done when it returns.
+    The work of a pass is to start it on the engine, under a name that it is given; other work is done when it returns,
+    or goes on beside the engine, as saves do.
     """
     live = await live_run(state, model_id)
     if call.number is None:
@@ -196,7 +200,8 @@ async def enqueue(
             return
         live.recent[number] = promise
         doing = functools.partial(work, request_id) if is_pass else work
-        queued = Queued(promise, functools.partial(_work, state, live, number, call, doing), after, is_pass=is_pass)
+        carry_out = functools.partial(_work, state, live, number, call, doing)
+        queued = Queued(promise, carry_out, after, is_pass=is_pass, is_save=is_save)
         try:
             released = live.lane.offer(number, queued)
         except ValueError:
@@ -229,7 +234,7 @@ def _work(state: State, live: LiveRun, number: int, call: Call, work: Callable[[
         live.is_between_steps = True
     if call.op == "load_weights":
         write_state(state, live, number)
-    elif call.op == "optim_step" and _is_overdue(live):
+    elif call.op == "optim_step" and _is_overdue(live) and not state.writing.locked():
         freeze_state(state, live, number)
     return result
 
@@ -241,8 +246,8 @@ def _is_overdue(live: LiveRun) -> bool:
 
 def freeze_state(state: State, live: LiveRun, number: int) -> None:
     """Have the run as it is now become a state; its files are written beside what comes next. On the worker."""
+    live.since_state, live.state_rest = 0, math.inf  # until it is written
     live.new_state = (number, state.engine.writer(live.run.model_id, optimizer=True))
-    live.since_state, live.state_rest = 0, math.inf
 
 
 def write_state(state: State, live: LiveRun, number: int) -> None:
@@ -250,24 +255,26 @@ def write_state(state: State, live: LiveRun, number: int) -> None:
 
     On the worker.
     """
+    began = time.monotonic()
     write = state.engine.writer(live.run.model_id, optimizer=True)
     _write_files(state.run_directory(live.run.model_id), number, write)
-    live.new_state, live.since_state = (number, write), 0
+    _rest(live, time.monotonic() - began)
+    live.new_state, live.since_state = (number, None), 0
 
 
-def _write_files(directory: Path, number: int, write: Writer) -> Path:
+def _rest(live: LiveRun, seconds: float) -> None:
+    """Let a run be, after a state that took so long to write."""
+    live.state_time, live.state_rest = time.monotonic(), STATE_REST * seconds
+
+
+def _write_files(directory: Path, number: int, write: Writer) -> None:
     """Have the files of a state in a directory, whole or not at all."""
     written, scratch = directory / f"state-{number}.new", directory / f"{UNFINISHED}{number}"
-    if written.is_dir():  # a load wrote them at once, or an earlier life did, with the same bits
-        return written
+    if written.is_dir():  # an earlier life got so far, with the same bits
+        return
     scratch.mkdir()  # in a directory that is there, unless the run was let go
-    try:
-        write(scratch)
-        scratch.rename(written)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    return written
+    write_whole(write, scratch)
+    scratch.rename(written)
 
 
 def loaded_before(state: State, call: Call, model_id: str, number: int) -> Path | None:
@@ -313,37 +320,40 @@ def _freeze_last_state(state: State, live: LiveRun) -> None:
         freeze_state(state, live, live.done)
 
 
-async def _enforce_in_turn(state: State, live: LiveRun, number: int, write: Writer) -> None:
+async def _enforce_in_turn(state: State, live: LiveRun, number: int, write: Writer | None) -> None:
     async with live.enforcing:
         await _enforce(state, live, number, write)
 
 
-async def _enforce(state: State, live: LiveRun, number: int, write: Writer) -> None:
+async def _enforce(state: State, live: LiveRun, number: int, write: Writer | None) -> None:
     """Write a state's files and what must outlive the journal, make it the one in force, drop what it stands for."""
     directory = state.run_directory(live.run.model_id)
+    written = directory / f"state-{number}.new"
     journal = state.journal(directory)
-    journal.rotate()
     try:
-        async with state.writing:
-            began = time.monotonic()
-            try:
-                written = await asyncio.to_thread(_write_files, directory, number, write)
-            finally:
-                live.state_time = time.monotonic()
-                live.state_rest = STATE_REST * (live.state_time - began)
+        journal.rotate()
+        if write is not None:
+            async with state.writing:
+                began = time.monotonic()
+                try:
+                    await asyncio.to_thread(_write_files, directory, number, write)
+                finally:
+                    _rest(live, time.monotonic() - began)
+        for sampler, taken in live.unsaved_samplers.copy().items():
+            if taken <= number and sampler in state.snapshots:
+                await state.put_snapshot(sampler)
+            if taken <= number and live.unsaved_samplers.get(sampler) == taken:  # else it was made anew meanwhile
+                del live.unsaved_samplers[sampler]
         now = time.monotonic()
         covered = {key: promise for key, promise in live.recent.items() if key <= number}
         wanted = [p for p in covered.values() if not p.read or now - p.read < JUST_READ]
-        for sampler, taken in [known for known in live.unsaved_samplers.items() if known[1] <= number]:
-            if sampler in state.snapshots:
-                await state.put_snapshot(sampler)
-            if live.unsaved_samplers.get(sampler) == taken:  # else it was made anew meanwhile
-                del live.unsaved_samplers[sampler]
         for promise in wanted:
             await promise.done.wait()
         await asyncio.to_thread(_write_results, written / "results.log", wanted)
         await asyncio.to_thread(_put_in_force, written, directory / f"state-{number}")
     except Exception:
+        if live.state_rest == math.inf:
+            _rest(live, 0)
         if directory.exists():  # else the run was let go meanwhile, and there is nothing to keep
             logger.exception("the state of %s could not be put on disk; its journal stays", live.run.model_id)
         return
@@ -369,6 +379,8 @@ def _drop_states(directory: Path, number: int) -> None:
 def _write_results(path: Path, promises: Sequence[Promise]) -> None:
     with path.open("wb") as file:
         for promise in promises:
+            if promise.result is None:  # it was read, and had to make room
+                continue
             body = encode(promise, as_protobuf=True)
             facts = {
                 "id": promise.request_id,
@@ -409,7 +421,7 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
         return UnloadModelResponse(model_id=model_id, type="unload_model")
 
     def begin() -> None:
-        work = functools.partial(_drop, state, model_id)
+        work = functools.partial(_drop, state, live)
         _release(state, live, live.lane.offer(last, Queued(promise, work, after, is_due_anyway=True)))
 
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
@@ -422,10 +434,30 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
     return receipt
 
 
-def _drop(state: State, model_id: str) -> None:
+def _drop(state: State, live: LiveRun) -> Beside:
+    """Drop a run's adapter, once the samplers that were made of it are on disk: there is no journal any more then."""
     if state.promises.are_left:
         raise Left()
-    state.engine.drop(model_id)
+    begun: dict[str, tuple[Writer, Path]] = {}
+    for sampler in live.unsaved_samplers.copy():
+        with contextlib.suppress(EngineError):  # it may have been dropped
+            if (found := state.begin_snapshot(sampler)) is not None:
+                begun[sampler] = found
+
+    def write() -> None:
+        for sampler, (write, scratch) in begun.items():
+            try:
+                write_whole(write, scratch)
+            except Exception:
+                logger.exception("the sampler %s could not be put on disk; a restart will lose it", sampler)
+
+    def drop(_: None) -> None:
+        for sampler, found in begun.items():
+            if found[1].is_dir():
+                state.place_snapshot(sampler, found[1])
+        state.engine.drop(live.run.model_id)
+
+    return Beside(write, drop)
 
 
 async def recall_unload(state: State, model_id: str) -> bool:
@@ -449,6 +481,8 @@ def _begin(state: State, live: LiveRun, queued: Queued) -> None:
     running: asyncio.Future[Any]
     if queued.is_pass:
         running = worker.run_pass(run, queued.promise.request_id, queued.work)
+    elif queued.is_save:
+        running = worker.run_save(run, queued.work)
     else:
         running = worker.run_for(run, queued.work)
     state.promises.follow(queued.promise, _execute(state, live, running, queued.after))
