@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.references import adapter_of, randomise
 from engine.test_overlap import EVENTFUL, check, crowd_of, each_alone, limited, model_path, together
-from tinkex.engine import run_pass
+from tinkex.engine import copies, run_pass
 from tinkex.engine.cache import BLOCK, RESERVED, Pool
 from tinkex.engine.decoder import BARE
 from tinkex.engine.decoding import Row, StaticDecoding
@@ -105,6 +107,55 @@ def test_samples_have_the_trainers_log_probabilities(checkpoint: Checkpoint, fam
     kl = float((np.exp(gap) - 1 - gap).mean())
     print(f"{family}: mean |difference| {np.abs(gap).mean():.5f}, KL {kl:.2e}")
     assert kl < (0.05 if family == "qwen3-moe" else 1e-3)
+
+
+def test_weights_are_written_beside_steps_and_while_graphs_are_recorded(
+    checkpoint: Checkpoint, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread copies an adapter to the host again and again; it is always the one that there was."""
+    monkeypatch.setattr(copies, "STAGING", 1000)  # in many pieces
+    engine = engine_of(checkpoint, "qwen3", "cuda", torch.bfloat16)
+    run_pass(engine, "a", data(9, 12), "cross_entropy", {})
+    engine.optim_step("a", AdamParams(learning_rate=0.01))
+    expected = {
+        name: view.cpu().clone() for name, view in adapter_of(engine).layout.tensors(adapter_of(engine).state.weights)
+    }
+    write, over, written, failures = engine.writer("a", optimizer=True), threading.Event(), [], []
+
+    def keep_writing() -> None:
+        try:
+            while not over.is_set() or not written:
+                written.append(tmp_path / str(len(written)))
+                written[-1].mkdir()
+                write(written[-1])
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    thread = threading.Thread(target=keep_writing)
+    thread.start()
+    try:
+        for step in range(4):
+            run_pass(engine, "a", data(9, 12, 30, seed=step), "cross_entropy", {})
+            engine.optim_step("a", AdamParams(learning_rate=0.01))
+            engine.snapshot("a", f"s{step}")
+            request = SampleRequest(
+                prompt=ModelInput.from_ints([3, 4, 5]),
+                sampling_params=SamplingParams(max_tokens=6, stop=[]),
+                num_samples=1 + 8 * step,  # batches of other sizes: graphs are recorded
+            )
+            engine.sample_start("job", f"s{step}", request, 7)
+            while engine.sampling():
+                for done in engine.sample_step():
+                    assert not isinstance(done.result, Exception), done.result
+    finally:
+        over.set()
+        thread.join()
+    assert not failures
+    for directory in written:
+        saved = load_file(directory / "adapter_model.safetensors")
+        assert saved.keys() == {f"base_model.model.{name}.weight" for name in expected}
+        assert all(torch.equal(saved[f"base_model.model.{name}.weight"], view) for name, view in expected.items())
 
 
 @pytest.mark.parametrize("blocks", [12, None], ids=["little room", "room"])

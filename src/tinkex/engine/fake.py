@@ -213,6 +213,8 @@ class FakeEngine:
 
     def sampler_writer(self, sampler: str) -> Writer:
         """What writes a snapshot's weights as a small file."""
+        if sampler not in self._samplers:
+            raise EngineError(f"there is no snapshot {sampler!r}")
         text = json.dumps({"weights": self._samplers[sampler].tolist()})
 
         def write(directory: Path) -> None:
