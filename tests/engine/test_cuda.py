@@ -120,7 +120,9 @@ def test_weights_are_written_beside_steps_and_while_graphs_are_recorded(
     expected = {
         name: view.cpu().clone() for name, view in adapter_of(engine).layout.tensors(adapter_of(engine).state.weights)
     }
-    write, over, written, failures = engine.writer("a", optimizer=True), threading.Event(), [], []
+    write, over = engine.writer("a", optimizer=True), threading.Event()
+    written: list[Path] = []
+    failures: list[BaseException] = []
 
     def keep_writing() -> None:
         try:
