@@ -93,6 +93,20 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+class Held:
+    """Holds the engine up in one of its methods until it is let go."""
+
+    def __init__(self, named: str) -> None:
+        self.named, self.subjects = named, list[str]()
+        self.begun, self.gate = threading.Event(), threading.Event()
+
+    def __call__(self, method: str, subject: str) -> None:
+        if method == self.named:
+            self.subjects.append(subject)
+            self.begun.set()
+            assert self.gate.wait(20)
+
+
 def failing(named: str) -> Callable[[str, str], None]:
     """A fault of the engine in one of its methods."""
 
@@ -137,25 +151,19 @@ def test_a_save_that_was_replaced_or_deleted_since_is_not_done_again(tmp_path: P
 
 @pytest.mark.covers("S44")
 def test_a_server_that_stops_finishes_the_save_that_it_is_at(tmp_path: Path) -> None:
-    writing, gate, saves = threading.Event(), threading.Event(), []
-
-    def slow(method: str, subject: str) -> None:
-        if method == "save":
-            saves.append(subject)
-            writing.set()
-            assert gate.wait(20)
+    held = Held("save")
 
     async def scenario() -> None:
-        async with life(tmp_path / "a", FakeEngine(fail=slow)) as first:
+        async with life(tmp_path / "a", FakeEngine(fail=held)) as first:
             model = await first.model()
             await first.run("forward_backward", pass_json(model, 1))  # with a gradient pending, no state is written
             request_id = await first.submit("save_weights", save_json(model, 2, "x"))
-            await until(writing.is_set)
-            asyncio.get_running_loop().call_later(0.2, gate.set)
-        made = len(saves)
-        async with life(tmp_path / "a", FakeEngine(fail=slow)) as second:
+            await until(held.begun.is_set)
+            asyncio.get_running_loop().call_later(0.2, held.gate.set)
+        made = len(held.subjects)
+        async with life(tmp_path / "a", FakeEngine(fail=held)) as second:
             assert (await second.result(request_id))["path"] == f"tinker://{model}/weights/x"
-            assert len(saves) == made, "it was on record"
+            assert len(held.subjects) == made, "it was on record"
 
     played(scenario)
 
@@ -163,23 +171,17 @@ def test_a_server_that_stops_finishes_the_save_that_it_is_at(tmp_path: Path) -> 
 @pytest.mark.covers("S44")
 def test_a_server_that_stops_begins_no_save_any_more(tmp_path: Path) -> None:
     """What was promised is saved by the next life, as it was when it was asked for."""
-    writing, gate, saves = threading.Event(), threading.Event(), []
-
-    def slow(method: str, subject: str) -> None:
-        if method == "save":
-            saves.append(subject)
-            writing.set()
-            assert gate.wait(20)
+    held = Held("save")
 
     async def scenario() -> None:
-        async with life(tmp_path / "a", FakeEngine(fail=slow)) as first:
+        async with life(tmp_path / "a", FakeEngine(fail=held)) as first:
             models = [await first.model() for _ in range(3)]
             for model in models:  # with a gradient pending, no state is written
                 await first.run("forward_backward", pass_json(model, 1))
             ids = [await first.submit("save_weights", save_json(model, 2, "x")) for model in models]
-            await until(writing.is_set)
-            asyncio.get_running_loop().call_later(0.2, gate.set)
-        assert saves == models[:1]
+            await until(held.begun.is_set)
+            asyncio.get_running_loop().call_later(0.2, held.gate.set)
+        assert held.subjects == models[:1]
         async with life(tmp_path / "a") as second:
             told = [(await second.result(request_id))["path"] for request_id in ids]
             assert told == [f"tinker://{model}/weights/x" for model in models]
@@ -188,24 +190,50 @@ def test_a_server_that_stops_begins_no_save_any_more(tmp_path: Path) -> None:
 
 
 def test_saves_that_wait_for_each_other_outlive_their_session(tmp_path: Path) -> None:
-    gate = threading.Event()
-
-    def slow(method: str, subject: str) -> None:
-        if method == "save":
-            assert gate.wait(20)
+    held = Held("save")
 
     async def scenario() -> None:
-        async with life(tmp_path / "a", FakeEngine(fail=slow)) as server:
+        async with life(tmp_path / "a", FakeEngine(fail=held)) as server:
             model = await server.model()
             for number, name in enumerate("xyz", 1):
                 await server.submit("save_weights", save_json(model, number, name))
             server.state.end_session(model.partition(":")[0])
-            gate.set()
+            held.gate.set()
 
             def kept() -> int:
                 return len(server.state.catalogue.checkpoints("local", limit=-1, offset=0)[0])
 
             await until(lambda: kept() == 3)
+
+    played(scenario)
+
+
+def test_of_two_saves_that_take_a_name_at_once_the_first_has_it(tmp_path: Path) -> None:
+    """Both are written before either is in place, since the engine is busy."""
+    loading, saving = Held("load"), Held("save")
+    saving.gate.set()
+
+    def hold(method: str, subject: str) -> None:
+        loading(method, subject)
+        saving(method, subject)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", FakeEngine(fail=hold)) as server:
+            model, other = await server.model(), await server.model()
+            path = (await server.run("save_weights", save_json(other, 1, "x")))["path"]
+            saving.begun.clear()
+            saving.gate.clear()
+            ids = [await server.submit("save_weights", save_json(model, number, "x")) for number in (1, 2)]
+            await until(saving.begun.is_set)
+            await server.submit("load_weights", {"model_id": other, "seq_id": 2, "path": path, "optimizer": True})
+            await until(loading.begun.is_set)
+            saving.gate.set()
+            await until(lambda: saving.subjects == [other, model, model])
+            await asyncio.sleep(0.05)
+            loading.gate.set()
+            assert (await server.result(ids[0]))["path"] == f"tinker://{model}/weights/x"
+            assert "exists already" in (await server.result(ids[1]))["error"]
+            assert not list((tmp_path / "a").rglob(".saving-*"))
 
     played(scenario)
 
@@ -478,15 +506,10 @@ def test_a_nameless_sampler_that_is_made_anew_while_it_is_written_is_the_new_one
     """And whoever trains and samples meanwhile does not wait."""
     monkeypatch.setattr(submission, "STATE_OPERATIONS", 3)
     monkeypatch.setattr(submission, "STATE_REST", 0)
-    writing, gate = threading.Event(), threading.Event()
-
-    def slow(method: str, subject: str) -> None:
-        if method == "save_sampler":
-            writing.set()
-            assert gate.wait(20)
+    held = Held("save_sampler")
 
     async def scenario() -> None:
-        async with life(tmp_path / "a", FakeEngine(fail=slow)) as first:
+        async with life(tmp_path / "a", FakeEngine(fail=held)) as first:
             model = await first.model()
             sampler = f"{model.partition(':')[0]}:sample:0"
 
@@ -498,12 +521,12 @@ def test_a_nameless_sampler_that_is_made_anew_while_it_is_written_is_the_new_one
 
             try:
                 await train(1)
-                await until(writing.is_set)
+                await until(held.begun.is_set)
                 await train(4)
                 drawn = await first.run("asample", sample_json(sampler))
                 assert not list((tmp_path / "a").glob("runs/*/state-*[0-9]")), "the first state still waits for it"
             finally:
-                gate.set()
+                held.gate.set()
             await until(lambda: bool(list((tmp_path / "a").glob("runs/*/state-3"))))
             await first.run("forward_backward", pass_json(model, 7))
             await first.run("optim_step", step_json(model, 8))
@@ -522,18 +545,14 @@ def test_a_nameless_sampler_whose_number_is_used_again_after_a_crash_is_the_new_
 ) -> None:
     """The first was put on disk, the second was taken and not made; it must not be mistaken for saved."""
     monkeypatch.setattr(submission, "STATE_OPERATIONS", 3)
-    gate = threading.Event()
-    gate.set()
-
-    def slow(method: str, subject: str) -> None:
-        if method == "forward_backward":
-            assert gate.wait(20)
+    held = Held("forward_backward")
+    held.gate.set()
 
     def in_force(directory: Path, number: int) -> Callable[[], bool]:
         return lambda: bool(list(directory.glob(f"runs/*/state-{number}")))
 
     async def scenario() -> None:
-        async with life(tmp_path / "a", FakeEngine(fail=slow)) as first:
+        async with life(tmp_path / "a", FakeEngine(fail=held)) as first:
             model = await first.model()
             sampler = f"{model.partition(':')[0]}:sample:0"
             taken = {"model_id": model, "sampling_session_seq_id": 0}
@@ -541,11 +560,11 @@ def test_a_nameless_sampler_whose_number_is_used_again_after_a_crash_is_the_new_
             await first.run("forward_backward", pass_json(model, 2))
             await first.run("optim_step", step_json(model, 3, learning_rate=5))
             await until(in_force(tmp_path / "a", 3))
-            gate.clear()
+            held.gate.clear()
             await first.submit("forward_backward", pass_json(model, 4))
             await first.submit("save_weights_for_sampler", taken | {"seq_id": 5})
             image = killed(tmp_path / "a")
-            gate.set()
+            held.gate.set()
         async with life(image) as second:
             await second.result(f"{model}:5")
             drawn = await second.run("asample", sample_json(sampler))
@@ -598,25 +617,20 @@ def test_a_result_that_made_room_while_a_state_was_written_is_not_kept_with_it(
     """For there is nothing left of it, and a run must not break of that."""
     monkeypatch.setattr(submission, "STATE_OPERATIONS", 3)
     monkeypatch.setattr(promises, "KEEP_READ_BYTES", 10)
-    writing, gate, clock = threading.Event(), threading.Event(), Clock()
-
-    def slow(method: str, subject: str) -> None:
-        if method == "save_sampler":
-            writing.set()
-            assert gate.wait(20)
+    held, clock = Held("save_sampler"), Clock()
 
     async def scenario() -> None:
-        async with life(tmp_path / "a", FakeEngine(fail=slow)) as first:
+        async with life(tmp_path / "a", FakeEngine(fail=held)) as first:
             monkeypatch.setattr(first.state.promises, "_clock", clock.monotonic)
             model = await first.model()
             taken = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
             await first.run("save_weights_for_sampler", taken)
             await first.run("forward_backward", pass_json(model, 2))
             await first.run("optim_step", step_json(model, 3))
-            await until(writing.is_set)
+            await until(held.begun.is_set)
             clock.ahead = 130
             first.state.promises.sweep()
-            gate.set()
+            held.gate.set()
             await until(lambda: bool(list((tmp_path / "a").glob("runs/*/state-3"))))
             image = killed(tmp_path / "a")
         async with life(image) as second:
@@ -757,27 +771,21 @@ def test_a_run_goes_on_while_its_state_is_written(
 ) -> None:
     """… which is the state as it was, and the next life goes on as this one did, whether it was written or not."""
     monkeypatch.setattr(submission, "STATE_OPERATIONS", 2)
-    writing, gate, saves = threading.Event(), threading.Event(), []
-
-    def slow(method: str, subject: str) -> None:
-        if method == "save":
-            saves.append(subject)
-            writing.set()
-            assert gate.wait(20)
+    held = Held("save")
 
     async def scenario() -> None:
-        async with life(tmp_path / "a", FakeEngine(fail=slow)) as first:
+        async with life(tmp_path / "a", FakeEngine(fail=held)) as first:
             try:
                 model = await first.model()
                 told = []
                 for number in range(1, 8, 2):
                     told.append(await first.run("forward_backward", pass_json(model, number)))
                     told.append(await first.run("optim_step", step_json(model, number + 1)))
-                    assert writing.wait(5)
-                assert len(saves) == 1, "one at a time"
+                    assert held.begun.wait(5)
+                assert len(held.subjects) == 1, "one at a time"
                 directory = first.state.run_directory(model)
                 if is_written:
-                    gate.set()
+                    held.gate.set()
                     await until(lambda: (directory / "state-2").is_dir())
                     assert json.loads((directory / "state-2" / "fake.json").read_text())["step"] == 1
                 else:
@@ -785,7 +793,7 @@ def test_a_run_goes_on_while_its_state_is_written(
                 image = killed(tmp_path / "a")
                 told.append(await first.run("forward", forward_json(model, 9)))
             finally:
-                gate.set()
+                held.gate.set()
         async with life(image) as second:
             assert await second.run("forward", forward_json(model, 9)) == told[-1]
             assert [await second.result(f"{model}:{number}") for number in range(1, 10)] == told
@@ -803,33 +811,28 @@ def forward_json(model: str, number: int) -> dict[str, Any]:
 @pytest.mark.covers("S44")
 def test_nobody_is_told_of_a_load_before_its_state_is_written(tmp_path: Path) -> None:
     """For what was loaded may be deleted then."""
-    writing, gate = threading.Event(), threading.Event()
-
-    def slow(method: str, subject: str) -> None:
-        if method == "save" and saved:
-            writing.set()
-            assert gate.wait(20)
-
-    saved: list[str] = []
+    held = Held("save")
+    held.gate.set()
 
     async def scenario() -> None:
-        async with life(tmp_path / "a", FakeEngine(fail=slow)) as server:
+        async with life(tmp_path / "a", FakeEngine(fail=held)) as server:
             try:
                 model = await server.model()
-                saved.append((await server.run("save_weights", save_json(model, 1, "x")))["path"])
-                request_id = await server.submit(
-                    "load_weights", {"model_id": model, "seq_id": 2, "path": saved[0], "optimizer": True}
-                )
-                await until(writing.is_set)
+                path = (await server.run("save_weights", save_json(model, 1, "x")))["path"]
+                held.begun.clear()
+                held.gate.clear()
+                load = {"model_id": model, "seq_id": 2, "path": path, "optimizer": True}
+                request_id = await server.submit("load_weights", load)
+                await until(held.begun.is_set)
                 promise = server.state.promises.get(request_id)
                 assert promise is not None
                 await asyncio.sleep(0.05)
                 assert not promise.done.is_set()
-                gate.set()
+                held.gate.set()
                 assert "error" not in await server.result(request_id)
                 assert list(server.state.run_directory(model).glob("state-2*"))
             finally:
-                gate.set()
+                held.gate.set()
 
     played(scenario)
 
@@ -857,26 +860,21 @@ def test_a_run_that_is_let_go_while_its_state_is_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(submission, "STATE_OPERATIONS", 2)
-    writing, gate = threading.Event(), threading.Event()
-
-    def slow(method: str, subject: str) -> None:
-        if method == "save":
-            writing.set()
-            assert gate.wait(20)
+    held = Held("save")
 
     async def scenario() -> None:
-        async with life(tmp_path / "a", FakeEngine(fail=slow)) as server:
+        async with life(tmp_path / "a", FakeEngine(fail=held)) as server:
             try:
                 models = [await server.model(), await server.model()]  # one is written, the other waits for that
                 for model in models:
                     await server.run("forward_backward", pass_json(model, 1))
                     await server.run("optim_step", step_json(model, 2))
-                    assert writing.wait(5)
+                    assert held.begun.wait(5)
                 lives = list(server.state.runs.values())
                 for model in models:
                     await server.run("unload_model", {"model_id": model})
             finally:
-                gate.set()
+                held.gate.set()
             await until(lambda: not any(live.enforcing.locked() for live in lives))
             assert list((tmp_path / "a" / "runs").iterdir()) == []
 

@@ -18,7 +18,7 @@ from typing import Any
 from tinkex.engine import EngineError
 from tinkex.server.catalogue import Catalogue, discard
 from tinkex.server.scheduler import Beside
-from tinkex.server.state import State
+from tinkex.server.state import State, write_whole
 from tinkex.server.store import Run, Save, SavedCheckpoint, Store
 from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
 
@@ -109,15 +109,15 @@ def _write_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Call
     expiry(wanted.ttl_seconds)
     path = _free_path(store, run, wanted)
     parent = _place(root, run.model_id) / wanted.kind
+
+    def write_durably(directory: Path) -> None:
+        write(directory)
+        sync([*directory.iterdir(), directory])
+
     with _telling_of_a_full_disk(path):
         parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
-        try:
-            write(scratch)
-            sync([*scratch.iterdir(), scratch])
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+        write_whole(write_durably, scratch)
     return scratch
 
 

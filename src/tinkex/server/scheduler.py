@@ -103,8 +103,7 @@ class Beside:
 
     work: Callable[[], Any]
     then: Callable[[Any], Any]
-    """Takes what the work returned; gives the operation's result. Comes before anything else that is queued after it
-    on the worker, such as a load of what was saved."""
+    """Takes what the work returned and gives the operation's result, before anything that waits for it begins."""
 
 
 @dataclass(slots=True)

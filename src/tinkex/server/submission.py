@@ -246,8 +246,9 @@ def _is_overdue(live: LiveRun) -> bool:
 
 def freeze_state(state: State, live: LiveRun, number: int) -> None:
     """Have the run as it is now become a state; its files are written beside what comes next. On the worker."""
+    write = state.engine.writer(live.run.model_id, optimizer=True)
     live.since_state, live.state_rest = 0, math.inf  # until it is written
-    live.new_state = (number, state.engine.writer(live.run.model_id, optimizer=True))
+    live.new_state = (number, write)
 
 
 def write_state(state: State, live: LiveRun, number: int) -> None:
