@@ -1,10 +1,10 @@
-"""Attention within packed sequences on a GPU: PyTorch's kernels and ours for the gradient, with several tilings.
+"""Attention within packed sequences on a GPU: PyTorch's kernels and ours, with several tilings.
 
     python bench/engine/attention.py
     python bench/engine/attention.py --keys 128x64x8x3 64x64x4x2 --queries 128x64x8x3
 
-A tiling is written as tokens of a program x tokens of a step x warps x stages. The best ones belong into `KEYS` and
-`QUERIES` of `flash_kernel.py`. Rates count the products that a kernel has to make, each pair of tokens once.
+A tiling is written as tokens of a program x tokens of a step x warps x stages. The best ones belong into `FORWARD`,
+`KEYS` and `QUERIES` of `flash_kernel.py`. Rates count the products that a kernel has to make, each pair of tokens once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -21,18 +22,20 @@ import torch
 from tinkex.engine.attention import flash
 from tinkex.engine.flash_kernel import (
     Tiling,
+    forward,
     gradients,
     keys_gradient,
-    keys_tiling,
     queries_gradient,
-    queries_tiling,
     row_numbers,
+    tables,
     tiles,
 )
 
+FORWARD = ["64x64x4x3", "128x64x8x3", "128x128x8x3", "64x64x4x2", "128x32x8x4"]
 KEYS = ["128x64x8x3", "64x32x4x3", "128x64x8x2", "64x64x4x2", "128x64x8x4", "128x32x8x4"]
 QUERIES = ["128x64x8x3", "64x64x4x2", "128x64x8x4", "128x128x8x2", "64x32x4x3", "64x32x4x2"]
 DEVICE = torch.device("cuda")
+Run: TypeAlias = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 def lengths_of(tokens: int, shortest: int, longest: int) -> list[int]:
@@ -72,6 +75,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--lengths", type=int, nargs=2, default=[256, 2048], metavar=("SHORTEST", "LONGEST"))
     parser.add_argument("--window", type=int, default=None)
+    parser.add_argument("--forward", nargs="*", default=FORWARD, help="tilings for forward")
     parser.add_argument("--keys", nargs="*", default=KEYS, help="tilings for the gradient of keys and values")
     parser.add_argument("--queries", nargs="*", default=QUERIES, help="tilings for the gradient of queries")
     parser.add_argument("--rounds", type=int, default=20)
@@ -107,14 +111,12 @@ def main() -> None:
     took = milliseconds(partial(row_numbers, dout, out, lse), given.rounds)
     print(f"sums of rows: {took:.3f} ms", flush=True)
 
-    for of_keys, choices in ((True, given.keys), (False, given.queries)):
-        kernel: Callable[..., object] = keys_gradient if of_keys else queries_gradient
-        products, name = (4, "keys and values") if of_keys else (3, "queries")
-        quickest: tuple[float, str, Tiling] | None = None
+    def compare(
+        name: str, choices: list[str], products: int, expected: list[torch.Tensor], run_of: Callable[[Tiling], Run]
+    ) -> None:
+        quickest: tuple[float, str] | None = None
         for choice in choices:
-            tiling = Tiling(*map(int, choice.split("x")))
-            table = tiles(lengths, tiling.block, DEVICE, of_keys=of_keys)
-            run = partial(kernel, (q, k, v), dout, numbers, table, scale, window, tiling)
+            run = run_of(Tiling(*map(int, choice.split("x"))))
             began = time.perf_counter()
             try:
                 got = run()
@@ -124,21 +126,30 @@ def main() -> None:
             except Exception as reason:  # too large for the device: the next one may fit
                 print(f"{name}, {choice}: {type(reason).__name__}: {str(reason)[:200]}", flush=True)
                 continue
-            pairs_of = zip(got, (dk, dv), strict=True) if isinstance(got, tuple) else [(got, dq)]
-            tell(
-                f"{name}, {choice}", took, products, "; ".join([*(off(a, b) for a, b in pairs_of), f"{compiled:.1f} s"])
-            )
+            pairs_of = zip(got if isinstance(got, tuple) else [got], expected, strict=True)
+            more = "; ".join([*(off(a, b) for a, b in pairs_of), f"{compiled:.1f} s"])
+            tell(f"{name}, {choice}", took, products, more)
             if quickest is None or took < quickest[0]:
-                quickest = took, choice, tiling
+                quickest = took, choice
         if quickest is not None:
-            _, choice, tiling = quickest
-            print(f"best for {name}: {choice}", flush=True)
+            print(f"best for {name}: {quickest[1]}", flush=True)
 
-    tables = (
-        tiles(lengths, keys_tiling(channels).block, DEVICE, of_keys=True),
-        tiles(lengths, queries_tiling(channels).block, DEVICE, of_keys=False),
-    )
-    ours = partial(gradients, dout, (q, k, v), out, lse, *tables, scale, window)
+    def forward_run(tiling: Tiling) -> Run:
+        return partial(forward, (q, k, v), tiles(lengths, tiling.block, DEVICE, of_keys=False), scale, window, tiling)
+
+    def keys_run(tiling: Tiling) -> Run:
+        table = tiles(lengths, tiling.block, DEVICE, of_keys=True)
+        return partial(keys_gradient, (q, k, v), dout, numbers, table, scale, window, tiling)
+
+    def queries_run(tiling: Tiling) -> Run:
+        table = tiles(lengths, tiling.block, DEVICE, of_keys=False)
+        return partial(queries_gradient, (q, k, v), dout, numbers, table, scale, window, tiling)
+
+    compare("forward", given.forward, 2, [out, lse], forward_run)
+    compare("keys and values", given.keys, 4, [dk, dv], keys_run)
+    compare("queries", given.queries, 3, [dq], queries_run)
+
+    ours = partial(gradients, dout, (q, k, v), out, lse, tables(lengths, channels, DEVICE), scale, window)
     tell("our backward as it is set", milliseconds(ours, given.rounds), 5)
     same = all(torch.equal(a, b) for a, b in zip(ours(), ours(), strict=True))
     print("the same bits twice" if same else "NOT the same bits twice", flush=True)

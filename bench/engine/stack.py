@@ -105,7 +105,8 @@ def training(engine: TorchEngine, client: ServiceClient, data: list[Datum], devi
     print(f"training step of {total} tokens: engine alone {alone:.3f} s ({total / alone:.0f} tok/s)", flush=True)
     print(
         f"whole stack {whole:.3f} s ({total / whole:.0f} tok/s): {1e3 * (whole - alone):+.1f} ms, "
-        f"{100 * (whole / alone - 1):+.1f} %",
+        f"{100 * (whole / alone - 1):+.1f} %; of all steps {total / statistics.mean(other[1:]):.0f} tok/s, "
+        f"the longest {max(other[1:]):.3f} s",
         flush=True,
     )
 

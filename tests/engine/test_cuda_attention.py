@@ -1,4 +1,4 @@
-"""The kernels for attention's gradient, against plain attention in float32. Skipped where there is no accelerator."""
+"""Our kernels for attention, against plain attention in float32. Skipped where there is no accelerator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 LENGTHS = [[1, 7, 64, 65, 127, 128, 129, 300], [300, 129, 1, 1], [128], [2]]
 NEAR = 0.02
-"""As a share of the gradient: weights and their gradients are rounded to bfloat16 on the way."""
+"""As a share: weights and their gradients are rounded to bfloat16 on the way."""
 
 
 def random(*size: int, seed: int) -> torch.Tensor:
@@ -34,13 +34,16 @@ def plain(lengths: Sequence[int], rule: AttentionRule, *qkv: torch.Tensor) -> to
     return torch.cat(mixed)
 
 
-def gradients(
+def attended(
     lengths: Sequence[int], rule: AttentionRule, qkv: Sequence[torch.Tensor], grad: torch.Tensor
 ) -> list[torch.Tensor]:
+    """What queries see, and the gradients."""
     packed = PackedAttention([(1, length) for length in lengths], [rule], "cuda")
     out = packed(0, *qkv)
     assert "VarlenAttention" in type(out.grad_fn.next_functions[0][0]).__name__  # type: ignore[union-attr]
-    return list(torch.autograd.grad(out, qkv, grad))
+    with torch.no_grad():
+        assert torch.equal(packed(0, *qkv), out)
+    return [out.detach(), *torch.autograd.grad(out, qkv, grad)]
 
 
 def check(
@@ -54,8 +57,9 @@ def check(
     assert qkv[0].is_contiguous() != strided or tokens == 1
     grad = random(tokens, heads * channels, seed=2)
     exact = [x.detach().float().requires_grad_() for x in qkv]
-    expected = torch.autograd.grad(plain(lengths, rule, *exact), exact, grad.float())
-    got = gradients(lengths, rule, qkv, grad)
+    mixed = plain(lengths, rule, *exact)
+    expected = [mixed.detach(), *torch.autograd.grad(mixed, exact, grad.float())]
+    got = attended(lengths, rule, qkv, grad)
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.shape == theirs.shape
         assert ours.dtype == torch.bfloat16
@@ -65,14 +69,14 @@ def check(
             start += length
             # A lone token's gradient by queries and keys is zero, but for rounding.
             assert float((a - b).norm()) < NEAR * float(b.norm()) + 0.02 * b.numel() ** 0.5 * (length == 1)
-    again = gradients(lengths, rule, qkv, grad)
+    again = attended(lengths, rule, qkv, grad)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("channels", [16, 64, 128])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (8, 2), (9, 3)])
-def test_gradients_are_those_of_plain_attention(heads: int, groups: int, channels: int, window: int | None) -> None:
+def test_it_is_what_plain_attention_gives(heads: int, groups: int, channels: int, window: int | None) -> None:
     for lengths in LENGTHS:
         check(lengths, heads, groups, channels, window)
 
@@ -85,4 +89,4 @@ def test_heads_may_lie_within_one_projection(window: int | None) -> None:
 @pytest.mark.parametrize("channels", [8, 96, 256])
 def test_heads_of_other_sizes_are_left_to_pytorch(channels: int) -> None:
     heads = (4, 2, channels, torch.bfloat16, torch.device("cuda"), False)
-    assert attention._gradient_kernels(*heads) is None
+    assert attention._packed_kernels(*heads) is None

@@ -205,6 +205,33 @@ def test_neighbours_change_no_bit(case: Case, make: Any) -> None:
         assert torch.equal(getattr(state, name), getattr(expected, name))
 
 
+def test_shares_written_before_the_base_product_make_the_same_sums(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["cross_entropy"]
+
+    def train(dtype: torch.dtype) -> list[torch.Tensor]:
+        engine = make(dtype=dtype)
+        engine.create("b", "m", LoraConfig(rank=8, seed=5, train_unembed=False))
+        randomise(adapter_of(engine, "b"))
+        for name in ("a", "b"):
+            engine.pass_start(name, name, examples(case), case.loss, case.config)
+        done = [done for _ in range(2) if engine.passing() for done in engine.pass_step()]
+        assert len(done) == 2
+        return [gradient(engine, name) for name in ("a", "b")]
+
+    expected = train(torch.float64)
+    written: list[int] = []
+
+    def go_first(shares: Sequence[span_adapters.Share], x_TD: torch.Tensor) -> bool:
+        covered = sum(share.stop - share.start for share in shares)
+        written.append(covered)
+        return covered == x_TD.shape[0]
+
+    monkeypatch.setattr(span_adapters, "_go_first", go_first)  # as on an accelerator
+    for got, wanted in zip(train(torch.float32), expected, strict=True):
+        assert_near(got, wanted, 2e-6)
+    assert len(set(written)) == 2  # the head's are not of every token
+
+
 WEIGHED = {name: case for name, case in CASES.items() if name not in ("dro", "custom")}
 """Losses without terms of their own at positions that weigh nothing."""
 

@@ -28,8 +28,8 @@ SHORT = 64
 """Sequences up to this length are attended by plain products on a CPU (measured: the fused kernel wins beyond)."""
 BLOCK = 512
 """How many queries of a sequence are attended at once where a mask has to be written out."""
-GRADIENT_ERROR = 0.02
-"""How far our gradient may be from PyTorch's, as a share of it: both round to 16 bits on the way."""
+KERNEL_ERROR = 0.02
+"""How far our attention and its gradient may be from PyTorch's, as a share: both round to 16 bits on the way."""
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -151,7 +151,8 @@ class PackedAttention:
         self._runs, self._rules = runs, rules
         self._longest = max(length for _, length in runs)
         self._bounds: torch.Tensor | None = None
-        self._tiles: dict[tuple[int, bool], torch.Tensor] = {}
+        self._tables: dict[int, Any] = {}
+        """By head size, and the same for all layers."""
         if torch.device(device).type == "cuda":
             self._bounds = to_device(np.cumsum([0, *self._lengths()]), torch.device(device), torch.int32)
 
@@ -169,32 +170,14 @@ class PackedAttention:
     def _at_once(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        longest = self._longest
-        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        # A single token has no scores to learn from, and what PyTorch returns for it is laid out differently.
-        if (
-            learns
-            and longest > 1
-            and (kernels := _gradient_kernels(*_heads(q, k), rule.window is not None)) is not None
-        ):
-            channels = q.shape[2]
-            mixed: torch.Tensor = kernels.VarlenAttention.apply(
-                *(q, k, v, bounds, longest, rule.scale, rule.window),
-                self._tiles_of(kernels, kernels.keys_tiling(channels).block, of_keys=True),
-                self._tiles_of(kernels, kernels.queries_tiling(channels).block, of_keys=False),
-            )
-        else:
-            mixed = flash(q, k, v, bounds, longest, rule.scale, rule.window)[0]
+        kernels = _packed_kernels(*_heads(q, k), rule.window is not None)
+        if kernels is None:
+            return flash(q, k, v, bounds, self._longest, rule.scale, rule.window)[0].flatten(1)
+        channels = q.shape[2]
+        if channels not in self._tables:
+            self._tables[channels] = kernels.tables(self._lengths(), channels, q.device)
+        mixed: torch.Tensor = kernels.VarlenAttention.apply(q, k, v, rule.scale, rule.window, self._tables[channels])
         return mixed.flatten(1)
-
-    def _tiles_of(self, kernels: Any, block: int, *, of_keys: bool) -> torch.Tensor:
-        """The same for all layers."""
-        found = self._tiles.get((block, of_keys))
-        if found is None:
-            assert self._bounds is not None
-            found = kernels.tiles(self._lengths(), block, self._bounds.device, of_keys=of_keys)
-            self._tiles[block, of_keys] = found
-        return found
 
     def _lengths(self) -> list[int]:
         return [length for count, length in self._runs for _ in range(count)]
@@ -239,19 +222,19 @@ def _heads(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, torch.dtype
 
 
 @functools.cache
-def _gradient_kernels(
+def _packed_kernels(
     heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device, windowed: bool
 ) -> Any:
-    """Our kernels for attention's gradient, if Triton is here and they give what PyTorch's own give on such heads."""
+    """Our kernels for packed sequences, if Triton is here and they give what PyTorch's own give on such heads."""
 
     def measured() -> tuple[Any, float]:
         from tinkex.engine import flash_kernel
 
         if not flash_kernel.fits(channels):
             return None, 0.0
-        return flash_kernel, _gradient_error(flash_kernel, heads, groups, channels, dtype, device, windowed)
+        return flash_kernel, _kernel_error(flash_kernel, heads, groups, channels, dtype, device, windowed)
 
-    return trusted("training", measured, GRADIENT_ERROR)
+    return trusted("training", measured, KERNEL_ERROR)
 
 
 def trusted(who: str, measured: Callable[[], tuple[Any, float]], most: float) -> Any:
@@ -270,10 +253,10 @@ def trusted(who: str, measured: Callable[[], tuple[Any, float]], most: float) ->
     return kernel
 
 
-def _gradient_error(
+def _kernel_error(
     kernels: Any, heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device, windowed: bool
 ) -> float:
-    """How far the kernels' gradients are from PyTorch's, as a share, for a few sequences.
+    """How far what the kernels give is from PyTorch's, as a share, for a few sequences.
 
     Without autograd, whose hooks belong to whoever computes the layer around this.
     """
@@ -286,15 +269,13 @@ def _gradient_error(
         )
         bounds = to_device(np.cumsum([0, *lengths]), device, torch.int32)
         out, lse, *state = flash(q, k, v, bounds, max(lengths), scale, window)
-        if lse.shape != (heads, sum(lengths)) or lse.dtype != torch.float32:
-            raise ValueError(f"the log-sum-exp of PyTorch's kernel is laid out as {tuple(lse.shape)}")
         expected = torch.ops.aten._flash_attention_backward(
             *(d_out, q, k, v, out, lse, bounds, bounds, max(lengths), max(lengths), 0.0, True, *state[:2]),
             scale=scale,
             **_sides(window),
         )
-        key_tiles = kernels.tiles(lengths, kernels.keys_tiling(channels).block, device, of_keys=True)
-        query_tiles = kernels.tiles(lengths, kernels.queries_tiling(channels).block, device, of_keys=False)
-        got = kernels.gradients(d_out, (q, k, v), out, lse, key_tiles, query_tiles, scale, window)
-        errors = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(got, expected, strict=True)]
-        return float(torch.stack(errors).max())
+        tables = kernels.tables(lengths, channels, device)
+        mixed, sums = kernels.forward((q, k, v), tables.forward_N3, scale, window)
+        got = kernels.gradients(d_out, (q, k, v), mixed, sums, tables, scale, window)
+        pairs = zip((mixed, *got), (out, *expected), strict=True)
+        return float(torch.stack([(a.float() - b.float()).norm() / b.float().norm() for a, b in pairs]).max())

@@ -1,8 +1,8 @@
-"""The gradient of attention within packed sequences on a GPU: Triton kernels. Import it only where Triton is installed.
+"""Attention within packed sequences on a GPU, and its gradient. Import it only where Triton is installed.
 
-PyTorch computes forward, and its log-sum-exp of the scores makes the weights again. A program has a tile of keys, or
-of queries, of one sequence and goes over all that it meets on the other side; the keys' gradient adds up the query
-heads of a group in registers. Nothing is added up in memory, so the same numbers give the same bits.
+A program has a tile of queries, or of keys, of one sequence and goes over all that it meets on the other side. Forward
+keeps the log-sum-exp of the scores, which makes the weights again; the keys' gradient adds up the query heads of a
+group in registers. Nothing is added up in memory, so the same numbers give the same bits.
 
 Axes: T packed tokens, H query heads, G key/value heads, C channels, N tiles.
 """
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tinkex.engine.attention import flash
 from tinkex.engine.copies import to_device
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 
 LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
 DELTA_BLOCK = 64
 
 
@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
     """How a kernel goes about it."""
 
     block: int
-    """Tokens of a program: those whose gradient it computes."""
+    """Tokens of a program: those for which it computes something."""
     step: int
     """Tokens of the other side that it takes at once."""
     warps: int
@@ -40,6 +40,7 @@ class Tiling(NamedTuple):
     """How many steps are in shared memory at a time; a step is loaded while another is computed from three on."""
 
 
+FORWARD = Tiling(64, 64, 4, 3)
 KEYS = {128: Tiling(64, 32, 4, 3), 64: Tiling(128, 64, 8, 3)}
 QUERIES = {128: Tiling(64, 64, 4, 2), 64: Tiling(128, 64, 8, 3)}
 """By head size; for others `SMALL`."""
@@ -82,6 +83,24 @@ def tiles(lengths: Sequence[int], block: int, device: torch.device, *, of_keys: 
     return to_device(table[order], device, torch.int32)
 
 
+class Tables(NamedTuple):
+    """The tiles of packed sequences, for each of the kernels."""
+
+    forward_N3: torch.Tensor
+    keys_N3: torch.Tensor
+    queries_N3: torch.Tensor
+
+
+def tables(lengths: Sequence[int], channels: int, device: torch.device) -> Tables:
+    """For heads of this size."""
+    forward_N3 = tiles(lengths, FORWARD.block, device, of_keys=False)
+    keys_N3 = tiles(lengths, keys_tiling(channels).block, device, of_keys=True)
+    block = queries_tiling(channels).block
+    return Tables(
+        forward_N3, keys_N3, forward_N3 if block == FORWARD.block else tiles(lengths, block, device, of_keys=False)
+    )
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows(  # type: ignore[no-untyped-def]
     ptr, first, end, stride, BLOCK: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr
@@ -111,6 +130,140 @@ def _row_numbers(  # type: ignore[no-untyped-def]
     if not WHOLE:
         lse = tl.where(row < end - first, lse, float("inf"))
     return lse, (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _forward_step(  # type: ignore[no-untyped-def]
+    mixed,
+    total,
+    highest,
+    q,
+    k_ptr,
+    v_ptr,
+    query_first,
+    first,
+    end,
+    k_row,
+    v_row,
+    scale,
+    window,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Add the values of a block of keys to a tile of queries, each by its weight, relative to the highest score yet."""
+    k = _rows(k_ptr, first, end, k_row, KEYS, C, not MASKED)
+    scores = tl.dot(q, tl.trans(k))
+    if MASKED:
+        query = (query_first - first + tl.arange(0, QUERIES))[:, None]
+        key = tl.arange(0, KEYS)[None, :]
+        seen = query >= key
+        if WINDOWED:
+            seen = seen & (query < key + window)
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1) * scale)
+    base = higher
+    if WINDOWED:  # there a query may see nothing of its first blocks, and -inf less -inf is no number
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.math.exp2(scores * scale - base[:, None])
+    shrunk = tl.math.exp2(highest - base)
+    v = _rows(v_ptr, first, end, v_row, KEYS, C, not MASKED)
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * shrunk[:, None])
+    return mixed, total * shrunk + tl.sum(weights, 1), higher
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "shared", "window"])  # type: ignore[untyped-decorator]
+def _forward(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tiles_ptr,
+    out_ptr,
+    lse_ptr,
+    tokens,
+    heads,
+    shared,
+    base_two_scale,
+    window,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    C: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    LN_2: tl.constexpr,
+):
+    """A tile of queries of one head: over the keys up to there."""
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    tile = tiles_ptr + tl.program_id(0) // heads * 3
+    begin = tl.load(tile)
+    end = tl.load(tile + 1)
+    start = tl.load(tile + 2)
+    q = _rows(q_ptr + head * q_head, start, end, q_row, QUERIES, C, False)
+    k_ptr += head // shared * k_head
+    v_ptr += head // shared * v_head
+    mixed = tl.zeros([QUERIES, C], tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    if WINDOWED:
+        near = tl.maximum(begin, start - window + 1)
+    else:
+        far = (start - begin) // KEYS
+        near = begin + far * KEYS
+        for n in range(far):
+            mixed, total, highest = _forward_step(
+                mixed,
+                total,
+                highest,
+                q,
+                k_ptr,
+                v_ptr,
+                start,
+                begin + n * KEYS,
+                end,
+                k_row,
+                v_row,
+                base_two_scale,
+                window,
+                QUERIES,
+                KEYS,
+                C,
+                False,
+                False,
+            )
+    for n in range(tl.cdiv(tl.minimum(end, start + QUERIES) - near, KEYS)):
+        mixed, total, highest = _forward_step(
+            mixed,
+            total,
+            highest,
+            q,
+            k_ptr,
+            v_ptr,
+            start,
+            near + n * KEYS,
+            end,
+            k_row,
+            v_row,
+            base_two_scale,
+            window,
+            QUERIES,
+            KEYS,
+            C,
+            True,
+            WINDOWED,
+        )
+    row = tl.arange(0, QUERIES)
+    base = start.to(tl.int64) * (heads * C) + head * C
+    at = base + row[:, None] * (heads * C) + tl.arange(0, C)[None, :]
+    inside = row < end - start
+    tl.store(out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(lse_ptr + head * tokens + start + row, (highest + tl.math.log2(total)) * LN_2, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads"])  # type: ignore[untyped-decorator]
@@ -421,6 +574,44 @@ def _queries_gradient(  # type: ignore[no-untyped-def]
     tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(row < end - start)[:, None])
 
 
+def forward(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tiles_N3: torch.Tensor,
+    scale: float,
+    window: int | None,
+    tiling: Tiling = FORWARD,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What queries see, and the log-sum-exp of their scores `[H, T]`; tiles as the tiling says."""
+    q_THC, k_TGC, v_TGC = qkv
+    tokens, heads, channels = q_THC.shape
+    out_THC = q_THC.new_empty(tokens, heads, channels)
+    lse_HT = q_THC.new_empty(heads, tokens, dtype=torch.float32)
+    _forward[(tiles_N3.shape[0] * heads,)](
+        q_THC,
+        k_TGC,
+        v_TGC,
+        tiles_N3,
+        out_THC,
+        lse_HT,
+        tokens,
+        heads,
+        heads // k_TGC.shape[1],
+        scale * LOG2_E,
+        window or 0,
+        *q_THC.stride()[:2],
+        *k_TGC.stride()[:2],
+        *v_TGC.stride()[:2],
+        C=channels,
+        QUERIES=tiling.block,
+        KEYS=tiling.step,
+        WINDOWED=window is not None,
+        LN_2=LN_2,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    return out_THC, lse_HT
+
+
 def row_numbers(dout_THC: torch.Tensor, out_THC: torch.Tensor, lse_HT: torch.Tensor) -> torch.Tensor:
     """What both gradients need of each query: its log-sum-exp to base two, and its delta, two floats in 64 bits."""
     tokens, heads, channels = out_THC.shape
@@ -527,7 +718,7 @@ def queries_gradient(
 
 
 class VarlenAttention(torch.autograd.Function):
-    """Causal attention within packed sequences, its forward by PyTorch and its gradient by the kernels above."""
+    """Causal attention within packed sequences, by the kernels above."""
 
     @staticmethod
     def forward(
@@ -535,25 +726,21 @@ class VarlenAttention(torch.autograd.Function):
         q_THC: torch.Tensor,
         k_TGC: torch.Tensor,
         v_TGC: torch.Tensor,
-        bounds: torch.Tensor,
-        longest: int,
         scale: float,
         window: int | None,
-        key_tiles_N3: torch.Tensor,
-        query_tiles_N3: torch.Tensor,
+        tables: Tables,
     ) -> torch.Tensor:
-        """Attend; the tables are those of `tiles`, for `keys_tiling` and for `queries_tiling`."""
-        out_THC, lse_HT = flash(q_THC, k_TGC, v_TGC, bounds, longest, scale, window)[:2]
-        ctx.save_for_backward(q_THC, k_TGC, v_TGC, out_THC, lse_HT, key_tiles_N3, query_tiles_N3)
-        ctx.scale, ctx.window = scale, window
+        """Attend."""
+        out_THC, lse_HT = forward((q_THC, k_TGC, v_TGC), tables.forward_N3, scale, window)
+        ctx.save_for_backward(q_THC, k_TGC, v_TGC, out_THC, lse_HT)
+        ctx.scale, ctx.window, ctx.tables = scale, window, tables
         return out_THC
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """By queries, keys and values."""
-        q, k, v, out, lse, key_tiles, query_tiles = ctx.saved_tensors
-        given = (ctx.scale, ctx.window)
-        return *gradients(grads[0], (q, k, v), out, lse, key_tiles, query_tiles, *given), *[None] * 6
+        q, k, v, out, lse = ctx.saved_tensors
+        return *gradients(grads[0], (q, k, v), out, lse, ctx.tables, ctx.scale, ctx.window), None, None, None
 
 
 def gradients(
@@ -561,8 +748,7 @@ def gradients(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     out_THC: torch.Tensor,
     lse_HT: torch.Tensor,
-    key_tiles_N3: torch.Tensor,
-    query_tiles_N3: torch.Tensor,
+    tables: Tables,
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -571,6 +757,6 @@ def gradients(
     dout_THC = dout_THC.contiguous()
     numbers = row_numbers(dout_THC, out_THC, lse_HT)
     tiling = keys_tiling(channels)
-    dk_TGC, dv_TGC = keys_gradient(qkv, dout_THC, numbers, key_tiles_N3, scale, window, tiling)
+    dk_TGC, dv_TGC = keys_gradient(qkv, dout_THC, numbers, tables.keys_N3, scale, window, tiling)
     tiling = queries_tiling(channels)
-    return queries_gradient(qkv, dout_THC, numbers, query_tiles_N3, scale, window, tiling), dk_TGC, dv_TGC
+    return queries_gradient(qkv, dout_THC, numbers, tables.queries_N3, scale, window, tiling), dk_TGC, dv_TGC

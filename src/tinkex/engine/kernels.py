@@ -307,6 +307,8 @@ def add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor,
 # ── gates of a projection whose shares have not been added yet ───────────────────────────────────────────────────
 
 TILE = 64
+TILES = 8
+"""So many tiles of rows are one program's, under each other: it reads its part of B once, and the next tile ahead."""
 
 
 @triton.jit
@@ -333,10 +335,7 @@ def _gate_tile(
         mask=(row < T)[:, None] & (rank < R)[None, :],
         other=0.0,
     )
-    right = tl.load(
-        high + column[None, :] * R + rank[:, None], mask=(column < F)[None, :] & (rank < R)[:, None], other=0.0
-    )
-    return before.to(tl.float32) + tl.dot(left, right) * scale
+    return before.to(tl.float32) + tl.dot(left, high) * scale
 
 
 @triton.jit
@@ -356,33 +355,41 @@ def _shared_gate(
     R_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
     GELU: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rank = tl.arange(0, R_PADDED)
-    inside = (row < T)[:, None] & (column < F)[None, :]
-    gate = _gate_tile(y, low, gate_high, scale, row, column, rank, T, F, y_row, low_row, R, 0)
-    up = _gate_tile(y, low, up_high, scale, row, column, rank, T, F, y_row, low_row, R, 1)
+    high_at = column[None, :] * R + rank[:, None]
+    known = (column < F)[None, :] & (rank < R)[:, None]
+    gate_right = tl.load(gate_high + high_at, mask=known, other=0.0)
+    up_right = tl.load(up_high + high_at, mask=known, other=0.0)
+    first = tl.program_id(1) * (TILES * ROWS)
     kind = out.dtype.element_ty
-    if GELU:  # gate * sigmoid(2 inner) is the tanh form
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        share = tl.sigmoid(2 * inner)
-    else:
-        share = tl.sigmoid(gate)
-    at = row[:, None] * F + column[None, :]
-    if BACKWARD:
-        grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        if GELU:
-            slope = share + gate * share * (1 - share) * 2 * 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
+    for start in tl.range(first, tl.minimum(first + TILES * ROWS, T), ROWS, num_stages=STAGES):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < T)[:, None] & (column < F)[None, :]
+        gate = _gate_tile(y, low, gate_right, scale, row, column, rank, T, F, y_row, low_row, R, 0)
+        up = _gate_tile(y, low, up_right, scale, row, column, rank, T, F, y_row, low_row, R, 1)
+        if GELU:  # gate * sigmoid(2 inner) is the tanh form
+            inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+            share = tl.sigmoid(2 * inner)
         else:
-            slope = share * (1 + gate * (1 - share))
-        to = out + row[:, None] * y_row + column[None, :]
-        tl.store(to, (grad * up * slope).to(kind), mask=inside)
-        tl.store(to + F, (grad * gate * share).to(kind), mask=inside)
-    else:
-        tl.store(out + at, (gate * share * up).to(kind), mask=inside)
+            share = tl.sigmoid(gate)
+        at = row[:, None] * F + column[None, :]
+        if BACKWARD:
+            grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+            if GELU:
+                slope = share + gate * share * (1 - share) * 2 * 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
+            else:
+                slope = share * (1 + gate * (1 - share))
+            to = out + row[:, None] * y_row + column[None, :]
+            tl.store(to, (grad * up * slope).to(kind), mask=inside)
+            tl.store(to + F, (grad * gate * share).to(kind), mask=inside)
+        else:
+            tl.store(out + at, (gate * share * up).to(kind), mask=inside)
 
 
 def shared_gate(
@@ -399,14 +406,16 @@ def shared_gate(
     The sum is never written: that saves a pass over the widest activations there are.
     """
     (rows, both), rank = y_TN.shape, high_FR[0].shape[1]
-    width = both // 2
-    _shared_gate[(triton.cdiv(width, TILE), triton.cdiv(rows, TILE))](
+    width, padded = both // 2, max(16, triton.next_power_of_2(rank))
+    _shared_gate[(triton.cdiv(width, TILE), triton.cdiv(rows, TILES * TILE))](
         *(out if dy_TF is None else dy_TF, y_TN, low_TR, *high_FR, out, scale, rows, width),
         *(y_TN.stride(0), low_TR.stride(0)),
         R=rank,
-        R_PADDED=max(16, triton.next_power_of_2(rank)),
+        R_PADDED=padded,
         ROWS=TILE,
         COLUMNS=TILE,
+        TILES=TILES,
+        STAGES=3 if padded <= 32 else 2,  # what lies ready in shared memory grows with the rank
         GELU=activation != "silu",
         BACKWARD=dy_TF is not None,
         num_warps=4,

@@ -76,6 +76,11 @@ def add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor,
         y_TN.add_(product(low_TR, high_RN), alpha=scale)
 
 
+def write_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
+    """Write the scaled product of two low-rank factors over whatever is there."""
+    torch.addmm(y_TN, low_TR, high_RN, beta=0, alpha=scale, out=y_TN)
+
+
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Sums that are not rounded to the half precision of their factors where the device allows it."""
     return torch.mm(left, right, out_dtype=torch.float32) if _can_widen(left) else left @ right

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from tinkex.engine.elementwise import kernels_for
-from tinkex.engine.products import MOST_FUSED, add_product, base_product, product, weighed
+from tinkex.engine.products import MOST_FUSED, add_product, base_product, product, weighed, write_product
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,15 +98,24 @@ class SpanAdapters:
 
 def forward(x_TD: torch.Tensor, linear: Linear, shares: Sequence[Share]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The product with every share added, and each share's x A^T."""
-    y_TN = base_product(x_TD, linear)
-    lows = []
-    for share in shares:
+    lows = [F.linear(x_TD[share.start : share.stop], share.factors.a_RD) for share in shares]
+    onto = _go_first(shares, x_TD) and linear.bias_N is None and not linear.wide
+    y_TN = x_TD.new_empty(x_TD.shape[0], linear.weight_ND.shape[0]) if onto else base_product(x_TD, linear)
+    add = write_product if onto else add_product
+    for share, low_TR in zip(shares, lows, strict=True):
         here, factors = slice(share.start, share.stop), share.factors
-        low_TR = F.linear(x_TD[here], factors.a_RD)
         for y, low, b in zip(_parts(y_TN[here], linear), _each(low_TR, linear), factors.b_NR, strict=True):
-            add_product(y, low, b.t(), factors.scale)
-        lows.append(low_TR)
-    return y_TN, lows
+            add(y, low, b.t(), factors.scale)
+    return y_TN.addmm_(x_TD, linear.weight_ND.t()) if onto else y_TN, lows
+
+
+def _go_first(shares: Sequence[Share], x_TD: torch.Tensor) -> bool:
+    """Whether shares are written where the product with the base weights is then added.
+
+    On an accelerator they are read while it is made, which is quicker than to go over it again, and the sum is rounded
+    once. Every token has to have one.
+    """
+    return x_TD.is_cuda and 0 < x_TD.shape[0] == sum(share.stop - share.start for share in shares)
 
 
 def backward(
@@ -119,7 +128,11 @@ def backward(
     wants_input: bool,
 ) -> torch.Tensor | None:
     """Add the gradients of each share's A and B to its buffer; returns the gradient of x, if that is wanted."""
-    dx_TD = weighed(dy_TN, linear.weight_ND.t()) if wants_input else None
+    onto = wants_input and _go_first(shares, x_TD)
+    dx_TD = None
+    if wants_input:
+        dx_TD = torch.empty_like(x_TD) if onto else weighed(dy_TN, linear.weight_ND.t())
+    add = write_product if onto else add_product
     for share, low_TR in zip(shares, lows, strict=True):
         here, factors = slice(share.start, share.stop), share.factors
         dy, dlows = dy_TN[here], []
@@ -132,8 +145,8 @@ def backward(
         if share.into is not None:
             share.into.a_RD.add_(product(dlow_TR.t(), x_TD[here]))
         if dx_TD is not None:
-            add_product(dx_TD[here], dlow_TR, factors.a_RD, 1.0)
-    return dx_TD
+            add(dx_TD[here], dlow_TR, factors.a_RD, 1.0)
+    return dx_TD.addmm_(dy_TN, linear.weight_ND) if onto and dx_TD is not None else dx_TD
 
 
 def _parts(y_TN: torch.Tensor, linear: Linear) -> Sequence[torch.Tensor]:
