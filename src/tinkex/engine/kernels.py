@@ -8,6 +8,8 @@ Axes: T packed tokens, F mlp, H query heads, G key/value heads, C channels of a 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -415,11 +417,19 @@ def shared_gate(
         ROWS=TILE,
         COLUMNS=TILE,
         TILES=TILES,
-        STAGES=3 if padded <= 32 else 2,  # what lies ready in shared memory grows with the rank
+        STAGES=_stages(padded, y_TN.device),
         GELU=activation != "silu",
         BACKWARD=dy_TF is not None,
         num_warps=4,
     )
+
+
+@functools.cache
+def _stages(rank: int, device: torch.device) -> int:
+    """How many tiles lie in shared memory at a time, so that a device has room for two programs beside each other."""
+    room = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // 2
+    tile, factors = 2 * TILE * (3 * TILE + 2 * rank), 2 * 2 * TILE * rank
+    return max(1, min(3, (room - factors) // tile))
 
 
 # ── keys and values ──────────────────────────────────────────────────────────────────────────────────────────────
