@@ -357,6 +357,14 @@ def test_a_kernel_is_trusted_if_it_gives_what_the_plain_way_gives(
     assert (said in caplog.text) if said is not None else not caplog.records
 
 
+def test_memory_that_runs_out_says_nothing_about_a_kernel() -> None:
+    def measured() -> Any:
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        trusted("training", measured, 0.03)
+
+
 def test_other_architectures_are_refused_with_the_list(checkpoint: Checkpoint) -> None:
     fields = json.loads((checkpoint("llama2") / "config.json").read_text())
     for arch in ("mixtral", "gemma3", "gpt2", None):

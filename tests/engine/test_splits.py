@@ -222,6 +222,7 @@ def test_shares_written_before_the_base_product_make_the_same_sums(make: Any, mo
     written: list[int] = []
 
     def go_first(shares: Sequence[span_adapters.Share], x_TD: torch.Tensor) -> bool:
+        assert not torch.is_grad_enabled()  # or it would not be done there
         covered = sum(share.stop - share.start for share in shares)
         written.append(covered)
         return covered == x_TD.shape[0]

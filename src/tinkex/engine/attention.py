@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -148,8 +149,8 @@ class PackedAttention:
     def __init__(
         self, runs: Sequence[tuple[int, int]], rules: Sequence[AttentionRule], device: torch.device | str = "cpu"
     ) -> None:
-        self._runs, self._rules = runs, rules
-        self._longest = max(length for _, length in runs)
+        self._runs, self._longest = runs, max(length for _, length in runs)
+        self._rules = [self._effective(rule) for rule in rules]
         self._bounds: torch.Tensor | None = None
         self._tables: dict[int, Any] = {}
         """By head size, and the same for all layers."""
@@ -166,6 +167,10 @@ class PackedAttention:
         split = ([x.view(*run, *x.shape[1:]) for x in qkv] for run, *qkv in parts)
         mixed = [causal(q, k, v, rule) for q, k, v in split]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _effective(self, rule: AttentionRule) -> AttentionRule:
+        """A window that no sequence is longer than is none, and costs no masks."""
+        return replace(rule, window=None) if rule.window is not None and rule.window >= self._longest else rule
 
     def _at_once(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, rule: AttentionRule
@@ -244,6 +249,8 @@ def trusted(who: str, measured: Callable[[], tuple[Any, float]], most: float) ->
     """
     try:
         kernel, error = measured()
+    except torch.OutOfMemoryError:  # which says nothing about the kernel: whoever asks again may find room
+        raise
     except Exception as reason:  # no Triton, no compiler, no such chip: all that matters is that there is another way
         logger.warning("%s goes without its attention kernel, and is slower: %s", who, reason)
         return None

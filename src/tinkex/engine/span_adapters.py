@@ -113,9 +113,11 @@ def _go_first(shares: Sequence[Share], x_TD: torch.Tensor) -> bool:
     """Whether shares are written where the product with the base weights is then added.
 
     On an accelerator they are read while it is made, which is quicker than to go over it again, and the sum is rounded
-    once. Every token has to have one.
+    once. Every token has to have one. Autograd could not follow: `_MixedLinear` has the gradient by hand.
     """
-    return x_TD.is_cuda and 0 < x_TD.shape[0] == sum(share.stop - share.start for share in shares)
+    if not x_TD.is_cuda or torch.is_grad_enabled():
+        return False
+    return 0 < x_TD.shape[0] == sum(share.stop - share.start for share in shares)
 
 
 def backward(
