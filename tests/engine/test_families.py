@@ -357,6 +357,11 @@ def test_a_kernel_is_trusted_if_it_gives_what_the_plain_way_gives(
     assert (said in caplog.text) if said is not None else not caplog.records
 
 
+@pytest.mark.parametrize(("window", "length", "left"), [(None, 9, None), (8, 9, 8), (8, 8, None), (2**31, 9, None)])
+def test_a_window_that_hides_nothing_is_none(window: int | None, length: int, left: int | None) -> None:
+    assert AttentionRule(scale=1.0, window=window).window_within(length) == left
+
+
 def test_memory_that_runs_out_says_nothing_about_a_kernel() -> None:
     def measured() -> Any:
         raise torch.OutOfMemoryError

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,7 +82,7 @@ def causal(q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rul
     """Causal attention of B sequences of one length; returns `[B*L, H*C]`."""
     count, length, heads, channels = q_BLHC.shape
     groups = k_BLGC.shape[2]
-    if rule.softcap is not None or (rule.window is not None and rule.window < length):
+    if rule.softcap is not None or rule.window_within(length) is not None:
         return _by_blocks(q_BLHC, k_BLGC, v_BLGC, rule).view(count * length, -1)
     if length > SHORT or q_BLHC.device.type != "cpu":
         q, k, v = (x.transpose(1, 2) for x in (q_BLHC, k_BLGC, v_BLGC))
@@ -149,8 +148,8 @@ class PackedAttention:
     def __init__(
         self, runs: Sequence[tuple[int, int]], rules: Sequence[AttentionRule], device: torch.device | str = "cpu"
     ) -> None:
-        self._runs, self._longest = runs, max(length for _, length in runs)
-        self._rules = [self._effective(rule) for rule in rules]
+        self._runs, self._rules = runs, rules
+        self._longest = max(length for _, length in runs)
         self._bounds: torch.Tensor | None = None
         self._tables: dict[int, Any] = {}
         """By head size, and the same for all layers."""
@@ -168,20 +167,17 @@ class PackedAttention:
         mixed = [causal(q, k, v, rule) for q, k, v in split]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def _effective(self, rule: AttentionRule) -> AttentionRule:
-        """A window that no sequence is longer than is none, and costs no masks."""
-        return replace(rule, window=None) if rule.window is not None and rule.window >= self._longest else rule
-
     def _at_once(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        kernels = _packed_kernels(*_heads(q, k), rule.window is not None)
+        window = rule.window_within(self._longest)
+        kernels = _packed_kernels(*_heads(q, k), window is not None)
         if kernels is None:
-            return flash(q, k, v, bounds, self._longest, rule.scale, rule.window)[0].flatten(1)
+            return flash(q, k, v, bounds, self._longest, rule.scale, window)[0].flatten(1)
         channels = q.shape[2]
         if channels not in self._tables:
             self._tables[channels] = kernels.tables(self._lengths(), channels, q.device)
-        mixed: torch.Tensor = kernels.VarlenAttention.apply(q, k, v, rule.scale, rule.window, self._tables[channels])
+        mixed: torch.Tensor = kernels.VarlenAttention.apply(q, k, v, rule.scale, window, self._tables[channels])
         return mixed.flatten(1)
 
     def _lengths(self) -> list[int]:

@@ -37,6 +37,10 @@ class AttentionRule:
     window: int | None = None
     softcap: float | None = None
 
+    def window_within(self, length: int) -> int | None:
+        """The window, if a sequence of this length is longer than it; else it hides nothing, and is none."""
+        return self.window if self.window is not None and self.window < length else None
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:

@@ -114,6 +114,26 @@ def _rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _put_rows(  # type: ignore[no-untyped-def]
+    ptr, values, first, end, heads, head, BLOCK: tl.constexpr, C: tl.constexpr
+):
+    """Write a block of tokens of one head, those within the sequence."""
+    row = tl.arange(0, BLOCK)
+    base = first.to(tl.int64) * (heads * C) + head * C
+    at = base + row[:, None] * (heads * C) + tl.arange(0, C)[None, :]
+    tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=(row < end - first)[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _seen(query, key, window, WINDOWED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a query sees a key, by their places in the sequence."""
+    seen = query >= key
+    if WINDOWED:
+        seen = seen & (query < key + window)
+    return seen
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _row_numbers(  # type: ignore[no-untyped-def]
     ptr, first, end, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):
@@ -158,10 +178,7 @@ def _forward_step(  # type: ignore[no-untyped-def]
     scores = tl.dot(q, tl.trans(k))
     if MASKED:
         query = (query_first - first + tl.arange(0, QUERIES))[:, None]
-        key = tl.arange(0, KEYS)[None, :]
-        seen = query >= key
-        if WINDOWED:
-            seen = seen & (query < key + window)
+        seen = _seen(query, tl.arange(0, KEYS)[None, :], window, WINDOWED)
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, 1) * scale)
     base = higher
@@ -258,12 +275,10 @@ def _forward(  # type: ignore[no-untyped-def]
             True,
             WINDOWED,
         )
+    _put_rows(out_ptr, mixed / total[:, None], start, end, heads, head, QUERIES, C)
     row = tl.arange(0, QUERIES)
-    base = start.to(tl.int64) * (heads * C) + head * C
-    at = base + row[:, None] * (heads * C) + tl.arange(0, C)[None, :]
-    inside = row < end - start
-    tl.store(out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
-    tl.store(lse_ptr + head * tokens + start + row, (highest + tl.math.log2(total)) * LN_2, mask=inside)
+    lse = (highest + tl.math.log2(total)) * LN_2
+    tl.store(lse_ptr + head * tokens + start + row, lse, mask=row < end - start)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads"])  # type: ignore[untyped-decorator]
@@ -322,11 +337,8 @@ def _keys_step(  # type: ignore[no-untyped-def]
     lse, delta = _row_numbers(numbers_ptr, first, end, QUERIES, not MASKED)
     weights = tl.math.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
     if MASKED:
-        query = tl.arange(0, QUERIES)[None, :]
         key = (key_first - first + tl.arange(0, KEYS))[:, None]
-        seen = query >= key
-        if WINDOWED:
-            seen = seen & (query < key + window)
+        seen = _seen(tl.arange(0, QUERIES)[None, :], key, window, WINDOWED)
         weights = tl.where(seen, weights, 0.0)
     dout = _rows(dout_ptr, first, end, dout_row, QUERIES, C, not MASKED)
     dv = tl.dot(weights.to(dout.dtype), dout, dv)
@@ -434,12 +446,8 @@ def _keys_gradient(  # type: ignore[no-untyped-def]
                 False,
                 False,
             )
-    row = tl.arange(0, KEYS)
-    base = start.to(tl.int64) * (groups * C) + group * C
-    at = base + row[:, None] * (groups * C) + tl.arange(0, C)[None, :]
-    inside = (row < end - start)[:, None]
-    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=inside)
-    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
+    _put_rows(dv_ptr, dv, start, end, groups, group, KEYS, C)
+    _put_rows(dk_ptr, dk * scale, start, end, groups, group, KEYS, C)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -470,10 +478,7 @@ def _queries_step(  # type: ignore[no-untyped-def]
     weights = tl.math.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
     if MASKED:
         query = (query_first - first + tl.arange(0, QUERIES))[:, None]
-        key = tl.arange(0, KEYS)[None, :]
-        seen = query >= key
-        if WINDOWED:
-            seen = seen & (query < key + window)
+        seen = _seen(query, tl.arange(0, KEYS)[None, :], window, WINDOWED)
         weights = tl.where(seen, weights, 0.0)
     dscores = weights * (tl.dot(dout, tl.trans(v)) - delta[:, None])
     return tl.dot(dscores.to(k.dtype), k, dq)
@@ -568,10 +573,7 @@ def _queries_gradient(  # type: ignore[no-untyped-def]
             True,
             WINDOWED,
         )
-    row = tl.arange(0, QUERIES)
-    base = start.to(tl.int64) * (heads * C) + head * C
-    at = base + row[:, None] * (heads * C) + tl.arange(0, C)[None, :]
-    tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(row < end - start)[:, None])
+    _put_rows(dq_ptr, dq * scale, start, end, heads, head, QUERIES, C)
 
 
 def forward(
