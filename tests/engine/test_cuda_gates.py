@@ -14,14 +14,15 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("tokens", [132, 3300])  # a program has up to 512 of an adapter's
 @pytest.mark.parametrize("ranks", [(8,), (1, 32), (33, 64, 128)])
-def test_a_gate_adds_shares_on_its_way(ranks: tuple[int, ...], activation: str) -> None:
+def test_a_gate_adds_shares_on_its_way(ranks: tuple[int, ...], tokens: int, activation: str) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*size: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*size, device="cuda", generator=generator) * scale).to(torch.bfloat16)
 
-    inputs, width, tokens = 96, 200, 132
+    inputs, width = 96, 200
     linear = Linear("mlp", "mlp", random(2 * width, inputs, scale=0.1), None, ["gate", "up"], [width, width])
     bounds = [0, *(tokens * (n + 1) // len(ranks) // 4 * 4 for n in range(len(ranks)))]
     factors = [Factors(random(2 * r, inputs, scale=0.1), [random(width, r), random(width, r)], 0.5) for r in ranks]
