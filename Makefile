@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: demo test slow crash versions examples cookbook lint format coverage docs dist-check clean help
+.PHONY: demo test slow kernels crash versions examples cookbook lint format coverage docs dist-check clean help
 
 help:
 	@echo "make demo        watch a small model learn to add, on this machine"
 	@echo "make test        run the tests"
 	@echo "make slow        run the slow tests"
+	@echo "make kernels     run the GPU's kernels without a GPU, by Triton's interpreter, and compile them for some"
 	@echo "make crash       kill the server again and again while two clients train, save and sample"
 	@echo "make versions    run the loop with ten versions of the official client"
 	@echo "make cookbook    run tinker-cookbook's tests and loops with the official client and with tinkex"
@@ -28,6 +29,10 @@ test: $(VENV)/.test
 
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+
+kernels: $(VENV)/.test $(VENV)-triton/.triton
+	PYTHONPATH=$(VENV)-triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 3 tests/engine/test_kernels*.py $(ARGS)
+	PYTHONPATH=$(VENV)-triton $(BIN)/python tools/kernels.py
 
 crash: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/test_crashes.py $(ARGS)
@@ -77,6 +82,11 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python tools/clients.py --quick
 	@touch $@ $(VENV)/.local
 
+$(VENV)-triton/.triton: constraints.txt | $(BIN)/python
+	@echo "setting up (once): Triton, into $(VENV)-triton …"
+	$(PIP) --upgrade --target $(VENV)-triton triton
+	@touch $@
+
 $(VENV)-docs/.docs: pyproject.toml constraints.txt
 	@echo "setting up (once): installing tinkex and what builds its documentation into $(VENV)-docs …"
 	$(PYTHON) -m venv $(VENV)-docs
@@ -84,4 +94,4 @@ $(VENV)-docs/.docs: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs .venv-clients .venv-cookbook dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-triton .venv-clients .venv-cookbook dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -31,12 +31,15 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from engine.accelerator import accelerator
 from tinkex.engine import products
 from tinkex.engine.native.library import load
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import LoraConfig
+
+__all__ = ["accelerator"]  # a fixture
 
 VOCAB, CONTEXT = 96, 48
 SMALL: dict[str, Any] = {

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from engine.references import adapter_of, randomise
 from engine.test_overlap import EVENTFUL, check, crowd_of, each_alone, limited, model_path, together
 from tinkex.engine import copies, run_pass
-from tinkex.engine.cache import BLOCK, RESERVED, Pool
+from tinkex.engine.cache import RESERVED, Pool
 from tinkex.engine.decoder import BARE
 from tinkex.engine.decoding import Row, StaticDecoding
 from tinkex.engine.torch_engine import TorchEngine
-from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
+from tinkex.types.inputs import ModelInput
+from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.types.training import AdamParams, LoraConfig
 
 if TYPE_CHECKING:
@@ -71,42 +71,6 @@ def test_adapters_beside_each_other_are_as_alone(checkpoint: Checkpoint, data: D
         for done in engine.pass_step():
             assert not isinstance(done.result, Exception)
             assert done.result.metrics["loss:sum"] == pytest.approx(alone[done.job], rel=1e-2)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window", "gemma2", "gemma3", "qwen3-moe"])
-def test_samples_have_the_trainers_log_probabilities(checkpoint: Checkpoint, family: str) -> None:
-    engine = engine_of(checkpoint, family, "cuda", torch.bfloat16)
-    engine._base("m").model.norm_D.mul_(3)  # as sharp as a trained model's: that makes differences larger
-    engine.snapshot("a", "s")
-    prompt = np.arange(3, 12)
-    request = SampleRequest(
-        prompt=ModelInput.from_ints(prompt), sampling_params=SamplingParams(max_tokens=20, stop=[]), num_samples=6
-    )
-    for job in ("one", "two"):
-        engine.sample_start(job, "s", request, 7)
-    ended: dict[str, SampleResponse] = {}
-    while engine.sampling():
-        for done in engine.sample_step():
-            assert not isinstance(done.result, Exception), done.result
-            ended[done.job] = done.result
-    gaps = []
-    for one, two in zip(ended["one"].sequences, ended["two"].sequences, strict=True):
-        assert one.tokens == two.tokens
-        whole = np.concatenate([prompt, one.tokens])
-        output = run_pass(
-            engine,
-            "a",
-            [Datum(ModelInput.from_ints(whole[:-1]), {"target_tokens": whole[1:]})],
-            "cross_entropy",
-            {},
-            backward=False,
-        )
-        assert one.logprobs is not None
-        gaps.append(output.loss_fn_outputs[0]["logprobs"].to_numpy()[len(prompt) - 1 :] - np.array(one.logprobs))
-    gap = np.concatenate(gaps)
-    kl = float((np.exp(gap) - 1 - gap).mean())
-    print(f"{family}: mean |difference| {np.abs(gap).mean():.5f}, KL {kl:.2e}")
-    assert kl < (0.05 if family == "qwen3-moe" else 1e-3)
 
 
 def test_weights_are_written_beside_steps_and_while_graphs_are_recorded(
@@ -188,57 +152,3 @@ def test_inputs_are_not_overwritten_while_the_device_is_behind(checkpoint: Check
         torch.cuda._sleep(1 << 29)  # type: ignore[no-untyped-call]
         for token, got in enumerate([logits(token) for token in range(6)]):
             assert torch.equal(got, expected[token]), token
-
-
-@pytest.mark.parametrize("rank", [1, 8, 33, 64, 128])
-def test_the_share_of_an_adapter_is_added_as_plainly(rank: int) -> None:
-    """To columns of something wider, by a part of something wider and a factor that lies either way."""
-    kernels = pytest.importorskip("tinkex.engine.kernels")
-    generator = torch.Generator("cuda").manual_seed(rank)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
-
-    for rows, columns in ((1, 1), (63, 100), (64, 64), (65, 129), (300, 520)):
-        wide, lows = normal(rows, columns + 24), normal(rows, 3 * rank)
-        low = lows.chunk(3, dim=1)[1]
-        for high in (normal(columns, rank).t(), normal(rank, columns)):
-            given = wide.clone()
-            y = given[:, 8 : 8 + columns]
-            kernels.add_product(y, low, high, 0.7)
-            whole = wide.float()
-            whole[:, 8 : 8 + columns] += 0.7 * (low.float() @ high.float())
-            torch.testing.assert_close(given.float(), whole, rtol=2**-7, atol=2**-7)
-            assert torch.equal(given[:, :8], wide[:, :8])
-            assert torch.equal(given[:, 8 + columns :], wide[:, 8 + columns :])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("groups", "channels"), [(1, 8), (2, 64), (3, 80), (8, 128)])
-def test_keys_and_values_are_stored_where_they_belong(dtype: torch.dtype, groups: int, channels: int) -> None:
-    """As parts of one projection, and where their channels do not lie side by side."""
-    kernels = pytest.importorskip("tinkex.engine.kernels")
-    generator = torch.Generator("cuda").manual_seed(channels)
-    blocks, heads, rows = 7, 2 * groups, 37
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
-
-    places = torch.randperm(blocks * BLOCK, generator=generator, device="cuda")[:rows]
-    qkv = normal(rows, heads + 2 * groups, channels)
-    parts = [
-        (qkv[:, heads : heads + groups], qkv[:, heads + groups :]),
-        (normal(rows, groups, channels), qkv[:, heads + groups :]),
-        (normal(rows, channels, groups).transpose(1, 2), normal(groups, rows, channels).transpose(0, 1)),
-    ]
-    for k, v in parts:
-        kv = normal(2, blocks, BLOCK, groups, channels)
-        expected = kv.clone()
-        for part, x in zip(expected, (k, v), strict=True):
-            part.view(-1, groups, channels).index_copy_(0, places, x)
-        kernels.store(kv, places, k, v)
-        assert torch.equal(kv, expected)
-        columns = torch.stack([places, places], 1)  # as in a pass of decoding, where they lie among other inputs
-        kernels.store(kv, columns[:, 0], v, k)
-        kernels.store(kv, columns[:, 0], k, v)
-        assert torch.equal(kv, expected)

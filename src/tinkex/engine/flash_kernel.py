@@ -114,14 +114,11 @@ def _rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _put_rows(  # type: ignore[no-untyped-def]
-    ptr, values, first, end, heads, head, BLOCK: tl.constexpr, C: tl.constexpr
-):
-    """Write a block of tokens of one head, those within the sequence."""
+def _own_rows(first, end, heads, head, BLOCK: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a block of tokens of one head is written, and which of them are within the sequence."""
     row = tl.arange(0, BLOCK)
     base = first.to(tl.int64) * (heads * C) + head * C
-    at = base + row[:, None] * (heads * C) + tl.arange(0, C)[None, :]
-    tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=(row < end - first)[:, None])
+    return base + row[:, None] * (heads * C) + tl.arange(0, C)[None, :], row < end - first
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -275,10 +272,10 @@ def _forward(  # type: ignore[no-untyped-def]
             True,
             WINDOWED,
         )
-    _put_rows(out_ptr, mixed / total[:, None], start, end, heads, head, QUERIES, C)
-    row = tl.arange(0, QUERIES)
-    lse = (highest + tl.math.log2(total)) * LN_2
-    tl.store(lse_ptr + head * tokens + start + row, lse, mask=row < end - start)
+    at, inside = _own_rows(start, end, heads, head, QUERIES, C)
+    tl.store(out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    lse_at = lse_ptr + head * tokens + start + tl.arange(0, QUERIES)
+    tl.store(lse_at, (highest + tl.math.log2(total)) * LN_2, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads"])  # type: ignore[untyped-decorator]
@@ -446,8 +443,9 @@ def _keys_gradient(  # type: ignore[no-untyped-def]
                 False,
                 False,
             )
-    _put_rows(dv_ptr, dv, start, end, groups, group, KEYS, C)
-    _put_rows(dk_ptr, dk * scale, start, end, groups, group, KEYS, C)
+    at, inside = _own_rows(start, end, groups, group, KEYS, C)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -573,7 +571,8 @@ def _queries_gradient(  # type: ignore[no-untyped-def]
             True,
             WINDOWED,
         )
-    _put_rows(dq_ptr, dq * scale, start, end, heads, head, QUERIES, C)
+    at, inside = _own_rows(start, end, heads, head, QUERIES, C)
+    tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 def forward(

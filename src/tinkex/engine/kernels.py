@@ -426,11 +426,13 @@ def shared_gate(
 
 @functools.cache
 def _stages(rank: int, device: torch.device) -> int:
-    """How many tiles lie in shared memory at a time, so that a device has room for two programs beside each other."""
+    """How many tiles lie in shared memory at a time: three where there is then room for two programs, else two."""
     known = torch.cuda.get_device_properties(device)
-    room = getattr(known, "shared_memory_per_multiprocessor", 0) // 2  # older versions of PyTorch do not say
+    room = getattr(known, "shared_memory_per_multiprocessor", 0)  # older versions of PyTorch do not say
     tile, factors = 2 * TILE * (3 * TILE + 2 * rank), 2 * 2 * TILE * rank
-    return max(1, min(3, (room - factors) // tile))
+    if 2 * (factors + 3 * tile) <= room:
+        return 3
+    return 2 if factors + 2 * tile <= room else 1
 
 
 # ── keys and values ──────────────────────────────────────────────────────────────────────────────────────────────
