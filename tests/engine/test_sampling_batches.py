@@ -128,6 +128,31 @@ MIXED: list[tuple[str, SampleRequest, int]] = [
 
 
 @pytest.mark.covers("S36")
+@pytest.mark.parametrize("way", ["native", "slabs"])
+@pytest.mark.parametrize("family", ["long-narrow", "long-wide"])
+def test_longer_neighbours_change_no_bit_where_many_heads_share_keys(
+    family: str, way: Literal["native", "slabs"], checkpoint: Checkpoint
+) -> None:
+    """There, products sum up long sequences in another order than short ones."""
+    engine = TorchEngine({"m": checkpoint(family)}, threads=1)
+    engine.load_sampler("bare", "m", None)
+    engine._sampler = Sampler(Limits(way=way))
+
+    def ask_for(length: int) -> SampleRequest:
+        prompt = [token % 96 for token in tokens_of(length, length)]
+        return SampleRequest(
+            prompt=ModelInput.from_ints(prompt), sampling_params=SamplingParams(max_tokens=40, stop=[])
+        )
+
+    expected = {length: alone(engine, "bare", ask_for(length), 1) for length in (100, 170)}
+    for length in (*expected, 250, 330):
+        engine.sample_start(str(length), "bare", ask_for(length), 1)
+    results = finish(engine)
+    for length, response in expected.items():
+        same(response, results[str(length)])
+
+
+@pytest.mark.covers("S36")
 @pytest.mark.parametrize(
     ("prefixes", "threads"), [(True, 1), (False, 1), (True, 2)], ids=["sharing", "not-sharing", "two-threads"]
 )

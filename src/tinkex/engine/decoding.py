@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from tinkex.engine.attention import attend, flash, soft_cap, takes_packed, trusted, visible, widened
-from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, blocks_for, zeros
+from tinkex.engine.cache import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, zeros
 from tinkex.engine.config import AttentionRule
 from tinkex.engine.copies import mark, to_device
 from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
@@ -315,7 +315,11 @@ class _Slab:
 
 
 class SlabDecoding:
-    """Decoding on a CPU. Rows lie in slabs by length, of which each is twice as long as the one before."""
+    """Decoding on a CPU. Rows lie in slabs by length, of which each is a third or a half longer than the one before.
+
+    Rows attend to all of their slab, what they have not reached being masked: the order in which a product sums up
+    depends on how long it is, so that must not be for the neighbours to say.
+    """
 
     ahead = False
 
@@ -368,9 +372,7 @@ class SlabDecoding:
 
     def _slot(self, row: Row, length: int) -> torch.Tensor:
         """Room for a row of at least this length: `[L, 2, G, S, C]`."""
-        size = SMALLEST_SLAB
-        while size < length:
-            size *= 2
+        size = _slab_size(length)
         layers, _, _, _, groups, channels = self._pool.shape
         slab = self._slabs.get(size)
         if slab is None:
@@ -389,6 +391,16 @@ class SlabDecoding:
         after, row.place = row.place, before
         self.leave(row)
         row.place = after
+
+
+def _slab_size(length: int) -> int:
+    """The least of 2, 3, 4, 6, 8, 12 … halves of the smallest that has room."""
+    size = SMALLEST_SLAB
+    while size < length:
+        if size * 3 // 2 >= length:
+            return size * 3 // 2
+        size *= 2
+    return size
 
 
 class _SlabAttention:
@@ -426,9 +438,8 @@ class _SlabPart:
         self._slab = slab
         groups, size, channels = slab.kv.shape[3:]
         positions = np.array([row.length for row in slab.rows])
-        self._width = blocks_for(int(positions.max()) + 1) * BLOCK
         several = len(order) * groups  # a single product may be split among threads, which shows in its last bits
-        is_long = several > 1 and several * self._width * channels >= LONG_ATTENTION
+        is_long = several > 1 and several * size * channels >= LONG_ATTENTION
         self._threads = threads if is_long else nullcontext()
         heads = np.arange(len(order) * groups)
         self._places = torch.from_numpy(heads * size + positions.repeat(groups))
@@ -444,14 +455,14 @@ class _SlabPart:
         keys.index_copy_(0, self._places, k_BGC.reshape(-1, channels))
         values.index_copy_(0, self._places, v_BGC.reshape(-1, channels))
         size, used = self._slab.kv.shape[4], count * groups
-        k, v = (x.view(-1, size, channels)[:used, : self._width] for x in (keys, values))
+        k, v = (x.view(-1, size, channels)[:used] for x in (keys, values))
         q = q_BHC.reshape(used, -1, channels)
         with self._threads:
             return weigh(q, k, v, self._bias(rule, groups, q.shape[1], q.dtype), rule).view(count, -1)
 
     def _bias(self, rule: AttentionRule, groups: int, queries: int, dtype: torch.dtype) -> torch.Tensor:
         if rule.window not in self._biases:
-            seen_B1S = visible(self._positions_B1, torch.arange(self._width), rule)
+            seen_B1S = visible(self._positions_B1, torch.arange(self._slab.kv.shape[4]), rule)
             bias = torch.zeros(seen_B1S.shape, dtype=dtype).masked_fill_(~seen_B1S, -torch.inf)
             # Written out, because it is what products begin with, and a copy in one piece is the quickest.
             self._biases[rule.window] = bias.repeat_interleave(groups, dim=0).repeat(1, queries, 1)
