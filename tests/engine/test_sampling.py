@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
 
 from tinkex.engine import DrawnToken, EngineError, jobs, run_pass
@@ -21,8 +22,6 @@ from tinkex.types.training import AdamParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    from tokenizers import Tokenizer
 
     from engine.conftest import Checkpoint, Data, Sample
 
@@ -225,9 +224,48 @@ def test_stop_strings_are_found_in_a_window(tokenizer: Tokenizer) -> None:
                 break
         whole = next(n for n in range(1, 61) if stop in tokenizer.decode(tokens[:n]))
         assert ended == whole
-        assert len(row._tokens) <= len(stop) + jobs.MARGIN + 2
+        assert len(row._tokens) <= 4 * (len(stop) + jobs.MARGIN)
         found += whole > 20
     assert found > 10
+
+
+@pytest.mark.covers("S34")
+def test_stop_strings_are_found_where_bytes_are_decoded_together() -> None:
+    """As Llama 2, Mistral and Gemma have it: bytes side by side that are no text are none of them text."""
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {piece: index for index, piece in enumerate(["<unk>", *pieces, "▁the", "▁end", "x"])}
+    model = models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    source = jobs.Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
+    words = {"the": vocab["▁the"], "end": vocab["▁end"], "x": vocab["x"]}
+
+    def tokens(text: str) -> list[int]:
+        return [words[text]] if text in words else [1 + byte for byte in text.encode()]
+
+    random = np.random.default_rng(1)
+    late = 0
+    for _ in range(60):
+        parts = random.choice(
+            ["你", "好", "世", "界", "😀", "é", "the", "x", "a"], int(random.integers(5, 40))
+        ).tolist()
+        stop = str(random.choice(["吗", "😎", "结束", "end", "吗 the"]))
+        row = [token for part in [*parts, *stop.replace(" the", "|the").split("|"), "x"] for token in tokens(part)]
+        rule = jobs.StopRule(source, [stop], rows=1)
+        ended = next((at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None)
+        assert ended == len(row) - 2, (parts, stop)
+        late += len(row) > 3 * (len(stop) + jobs.MARGIN)
+        assert len(rule._texts[0]._tokens) < 16 * (len(stop) + jobs.MARGIN)
+    assert late > 20
+
+
+def test_text_that_is_broken_for_good_is_forgotten_all_the_same(tokenizer: Tokenizer) -> None:
+    row, half = jobs._Text(tokenizer), tokenizer.token_to_id("Ã")
+    for _ in range(600):
+        row.add(half, 3)
+        assert len(row._tokens) <= (jobs.PATIENCE + 2) * (3 + jobs.MARGIN)
 
 
 def test_stop_strings_need_a_tokenizer(checkpoint: Checkpoint, tmp_path: Path, sample: Sample) -> None:

@@ -43,6 +43,11 @@ if TYPE_CHECKING:
 MAX_SAMPLES = 1024
 MAX_TOPK = 1024
 MARGIN = 8
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+BYTES = 4
+"""Most bytes of a character."""
+PATIENCE = 8
+"""How many times as many tokens as are enough are kept while they are no text."""
 ALTERNATIVES = 1 << 32
 """Alternative tokens of prompts draw from streams beyond those of any sample."""
 BARE_WEIGHTS = 0
@@ -92,22 +97,42 @@ class StopRule:
 
 
 class _Text:
-    """The end of a row's decoded text, from as few tokens as a stop string can reach back over.
+    """The end of a row's decoded text, from not many more tokens than a stop string can reach back over.
 
-    Decoding a suffix of the tokens can spoil its first characters (half a character, a stripped space): the margin.
+    Decoding a suffix of the tokens can spoil its first characters, such as a space that is stripped: the margin. One
+    that begins within a character can spoil them all, where bytes side by side are decoded together.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
+        self._patient = 0
+        """Up to so many tokens, none are forgotten."""
 
     def add(self, token: int, keep: int) -> str:
         """The text after one more token: its part, and at least the `keep` characters before it."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
-        while len(self._decode(self._tokens[1:])) >= keep + MARGIN:
-            del self._tokens[0]
+        enough = keep + MARGIN
+        if len(text) > 2 * enough and len(self._tokens) > self._patient:
+            self._shorten(enough)
+            self._patient = len(self._tokens) + enough // 2
         return text
+
+    def _shorten(self, enough: int) -> None:
+        """Forget the first tokens, if what follows them is enough and begins with a whole character."""
+        for start in range(len(self._tokens) - 1, 0, -1):
+            if self._is_whole(start, enough):
+                del self._tokens[:start]
+                return
+        if len(self._tokens) > PATIENCE * enough:  # no text, and it will not become any
+            del self._tokens[: -2 * enough]
+
+    def _is_whole(self, start: int, enough: int) -> bool:
+        """Whether the tokens from there on are text, but for a character at their end that has begun."""
+        count = len(self._tokens)
+        texts = (self._decode(self._tokens[start:end]) for end in range(count, max(start, count - BYTES), -1))
+        return any(len(text) >= enough and BROKEN not in text for text in texts)
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
