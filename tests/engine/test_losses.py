@@ -102,6 +102,39 @@ def test_a_clipped_sequence_has_no_gradient(engine: TorchEngine, data: Data) -> 
     assert not grad.any()
 
 
+@pytest.mark.covers("S16")
+@pytest.mark.parametrize("loss", ["ppo", "importance_sampling"])
+def test_a_ratio_beyond_all_bounds_is_none_where_it_is_not_seen(engine: TorchEngine, data: Data, loss: str) -> None:
+    """Its exponential is infinite, and nothing times infinity is no number."""
+    advantages = np.array([0, 1.5, 2], np.float32)
+    (near,) = data(3, advantages=advantages)
+    expected = run_pass(engine, "a", [near], loss, {})
+    grad = adapter_of(engine).grad
+    assert grad is not None
+    wanted = grad.clone()
+    adapter_of(engine).grad = None
+    q = near.loss_fn_inputs["logprobs"].to_numpy().copy()
+    q[0] = -3000.0
+    output = run_pass(engine, "a", data(3, advantages=advantages, logprobs=q), loss, {})
+    assert output.metrics["loss:sum"] == expected.metrics["loss:sum"]
+    grad = adapter_of(engine).grad
+    assert grad is not None
+    assert torch.equal(grad, wanted)
+
+
+@pytest.mark.covers("S16")
+def test_a_ratio_beyond_all_bounds_is_clipped(engine: TorchEngine, data: Data) -> None:
+    above = data(6, logprobs=np.full(6, -3000, np.float32), advantages=np.full(6, 2, np.float32))
+    output = run_pass(engine, "a", above, "ppo", {"clip_high_threshold": 1.5})
+    assert output.metrics["loss:sum"] == -18
+    grad = adapter_of(engine).grad
+    assert grad is not None
+    assert not grad.any()
+    below = data(6, logprobs=np.full(6, -3000, np.float32), advantages=np.full(6, -1, np.float32))
+    with pytest.raises(EngineError, match="not finite; nothing was added"):
+        run_pass(engine, "a", below, "ppo", {})
+
+
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_losses_are_differentiated_as_finite_differences_say(loss: str) -> None:
     random = torch.Generator().manual_seed(3)

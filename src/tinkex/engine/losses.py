@@ -36,6 +36,9 @@ CUSTOM = "custom"
 MAX_TARGETS = 1024
 """Most targets of one position."""
 
+LARGEST = 88.0
+"""Exponentials of this are still finite in single precision."""
+
 MEDIA = {"image": "image", "image_asset_pointer": "image", "dmel": "audio"}
 
 
@@ -46,12 +49,20 @@ def cross_entropy(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> t
 
 def importance_sampling(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """-r·A, with the ratio r = exp(p - q) to the policy that sampled."""
-    return -torch.exp(logprobs_M - inputs["logprobs"]) * inputs["advantages"]
+    return -torch.exp(_log_ratio(logprobs_M, inputs)) * inputs["advantages"]
 
 
 def ppo(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """-min(r·A, clip(r)·A)."""
-    return _clipped_objective(torch.exp(logprobs_M - inputs["logprobs"]), inputs)
+    log_ratio_M = _log_ratio(logprobs_M, inputs)
+    # Where A is positive what lies above the clip is not seen, and need not be more than a number can be.
+    bounded_M = torch.where(inputs["advantages"] > 0, log_ratio_M.clamp(max=LARGEST), log_ratio_M)
+    return _clipped_objective(torch.exp(bounded_M), inputs)
+
+
+def _log_ratio(logprobs_M: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """To the policy that sampled; zero where no advantage makes use of it, which may be out of all bounds."""
+    return torch.where(inputs["advantages"] != 0, logprobs_M - inputs["logprobs"], 0.0)
 
 
 def cispo(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
