@@ -206,6 +206,12 @@ def test_logits_are_never_all_held(engine: TorchEngine, data: Data, monkeypatch:
     run_pass(engine, "a", data(40), "cross_entropy", {})
     assert max(seen) <= 8
     assert sum(seen) == 80  # each row twice: forward, and again for backward
+    monkeypatch.setattr(trainer, "KEPT_LOGITS", 1 << 28)
+    for budget, rows in ((40, 40), (39, 80)):  # of a datum that is longer than a step none are kept, however few
+        seen.clear()
+        engine._trainer.budget = budget
+        run_pass(engine, "a", data(40), "cross_entropy", {})
+        assert sum(seen) == rows
 
 
 @pytest.mark.covers("S14")

@@ -53,7 +53,7 @@ LEAST_ROWS = 64
 """… but of so many tokens at least: reading the head's weights takes as long as a product with so many."""
 
 KEPT_LOGITS = 1 << 28
-"""A step with no more logits than this keeps them for backward; one with more computes them again."""
+"""A step with no more logits than this keeps them for backward; one with more, or of one long datum, does not."""
 
 KEPT_SHARE = 0.2
 """On an accelerator it keeps those that take no more than this share of the memory that is free."""
@@ -222,7 +222,8 @@ class Trainer:
             done += self._read(before)
             return
         try:
-            launched = launch(chosen, sparing=self._sparing(chosen))
+            is_long = sum(work.size(piece) for work, piece in chosen) > self.budget
+            launched = launch(chosen, keep_logits=not is_long, sparing=self._sparing(chosen))
         except Exception as error:
             done += self._read(before)  # which may hold other pieces of the same passes
             if _is_out_of_memory(error):
@@ -367,10 +368,10 @@ class Launched:
             yield work, loss if isinstance(loss, EngineError) else _put(work, piece, logprobs_M, loss)
 
 
-def launch(chosen: Sequence[tuple[Pass, list[int]]], *, sparing: bool) -> Launched:
+def launch(chosen: Sequence[tuple[Pass, list[int]]], *, keep_logits: bool, sparing: bool) -> Launched:
     """Run pieces beside each other; what is wrong with one never reaches another's tokens.
 
-    If `sparing`, layers are computed again in backward rather than kept.
+    If `sparing`, layers are computed again in backward rather than kept; without `keep_logits`, those are.
     """
     model, wants_gradient = chosen[0][0].adapter.model, chosen[0][0].backward
     packed = Packed.of(chosen, model.embed_VD)
@@ -382,7 +383,8 @@ def launch(chosen: Sequence[tuple[Pass, list[int]]], *, sparing: bool) -> Launch
         hidden_TD = hidden_states(
             *(model, packed.tokens_T, packed.positions_T, attend, adapters), sparing=sparing and wants_gradient
         )
-        logprobs_M = target_logprobs(model, hidden_TD, packed.wanted(model.head, adapters.spans), adapters)
+        wanted = packed.wanted(model.head, adapters.spans)
+        logprobs_M = target_logprobs(model, hidden_TD, wanted, adapters, keep=keep_logits)
         parts = torch.split(logprobs_M.detach(), packed.sizes)
         losses = [_evaluate(work, piece, part) for (work, piece), part in zip(chosen, parts, strict=True)]
         if wants_gradient and not all(isinstance(loss, EngineError) for loss in losses):
@@ -571,10 +573,12 @@ def _check_finite(what: str, values: Array, starts: Array, indices: list[int]) -
         raise EngineError(f"datum {index}: the {what} is not finite; nothing was added")
 
 
-def target_logprobs(model: Decoder, hidden_TD: torch.Tensor, wanted: Wanted, adapters: SpanAdapters) -> torch.Tensor:
-    """Log-probabilities of targets, never holding all logits."""
+def target_logprobs(
+    model: Decoder, hidden_TD: torch.Tensor, wanted: Wanted, adapters: SpanAdapters, *, keep: bool
+) -> torch.Tensor:
+    """Log-probabilities of targets, never holding all logits unless they are few and may be kept for backward."""
     logprobs_M: torch.Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, adapters.anchor, model.head, wanted, adapters, model.config.logit_cap
+        hidden_TD, adapters.anchor, model.head, wanted, adapters, model.config.logit_cap, keep
     )
     return logprobs_M
 
@@ -626,8 +630,9 @@ class _TargetLogprobs(torch.autograd.Function):
         wanted: Wanted,
         adapters: SpanAdapters,
         cap: float | None,
+        keep: bool,
     ) -> torch.Tensor:
-        keep = anchor is not None and _may_keep(hidden_TD.shape[0] * head.weight_ND.shape[0], hidden_TD)
+        keep = keep and anchor is not None and _may_keep(hidden_TD.shape[0] * head.weight_ND.shape[0], hidden_TD)
         out, kept = [], []
         for rows, span in wanted.chunks:
             logits_TV, _ = mixed_forward(hidden_TD[rows], head, adapters.shares(head, rows.start, rows.stop))
@@ -661,7 +666,7 @@ class _TargetLogprobs(torch.autograd.Function):
             dx_TD = mixed_backward(dlogits_TV.to(x_TD.dtype), x_TD, lows, ctx.head, shares, wants_input=True)
             assert dx_TD is not None
             dhidden_TD[rows] = dx_TD
-        return dhidden_TD, None, None, None, None, None
+        return dhidden_TD, None, None, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
