@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from engine.conftest import VOCAB, WINDOW
 from engine.references import adapter_of, assert_near, gradients, randomise
 from tinkex.engine import ADAMW, DIMUON, EngineError, attention, products, run_pass, trainer
 from tinkex.engine.attention import PackedAttention, attend, causal, trusted, visible
-from tinkex.engine.config import ARCHITECTURES, AttentionRule, DecoderConfig
+from tinkex.engine.config import ARCHITECTURES, AttentionRule, DecoderConfig, eos_tokens
 from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.engine.weights import load_decoder
@@ -383,6 +384,38 @@ def test_other_architectures_are_refused_with_the_list(checkpoint: Checkpoint) -
     [
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "gemma3_text with attn_logit_softcapping"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attention to later tokens"),
+        ({"is_causal": False}, "attention to later tokens"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4, which num_key_value_heads, 3, does not divide"),
+        ({"num_key_value_heads": 8}, "num_attention_heads is 4, which num_key_value_heads, 8, does not divide"),
+        ({"num_attention_heads": [4, 4]}, r"num_attention_heads must be a positive whole number, and is \[4, 4\]"),
+        ({"vocab_size": None}, "vocab_size must be a positive whole number, and is None"),
+        ({"head_dim": 5}, "heads of 5 channels"),
+        ({"head_dim": -8}, "head_dim must be a positive"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layers of type 'chunked_attention' are not supported"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for 2 layers"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types of this llama contradict"),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2, "sliding_window": 5},
+            "layer_types of this qwen2 contradict",
+        ),
+        (
+            {"model_type": "gemma2", "layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+            "layer_types of this gemma2 contradict",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling and rope_parameters say different things"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, "rope type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs factor, a positive number, and has"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope type 'llama3' needs low_freq_factor"),
+        ({"rope_parameters": {"rope_theta": "much"}}, "needs rope_theta, a positive number, and has 'much'"),
+        (
+            {"model_type": "qwen3", "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rotary embeddings by the type of a layer are not supported for qwen3",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_parameters of gemma3_text have to say which type of layer they are for",
+        ),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval must be a positive"),
         ({"model_type": "gemma2", "hidden_activation": "relu"}, "'relu' is not supported"),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 entries for 2 layers"),
@@ -395,6 +428,63 @@ def test_configs_that_would_be_got_wrong_are_refused(
     fields = json.loads((checkpoint("llama2") / "config.json").read_text())
     with pytest.raises(EngineError, match=message):
         DecoderConfig.from_json({**fields, **changes})
+
+
+def test_a_config_of_another_kind_of_thing_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    fields = json.loads((checkpoint("llama2") / "config.json").read_text())
+    for changes in ({"rope_parameters": [1]}, {"rms_norm_eps": {}}, {"layer_types": 5}, {"sliding_window": "x"}):
+        (tmp_path / "config.json").write_text(json.dumps({**fields, "model_type": "mistral", **changes}))
+        with pytest.raises(EngineError, match=r"config\.json holds something of another kind than it should"):
+            DecoderConfig.read(tmp_path)
+
+
+def test_windows_of_families_that_have_no_switch_for_them(checkpoint: Checkpoint) -> None:
+    for family in ("mistral-window", "gemma2", "gemma3"):
+        fields = json.loads((checkpoint(family) / "config.json").read_text())
+        plain = DecoderConfig.from_json(fields)
+        assert any(rule.window for rule in plain.attention)
+        assert DecoderConfig.from_json({**fields, "use_sliding_window": False}) == plain
+
+
+def test_the_length_that_rotations_were_trained_for_may_be_the_models_own(checkpoint: Checkpoint) -> None:
+    fields = json.loads((checkpoint("llama3") / "config.json").read_text())
+    shorter = {name: x for name, x in fields["rope_parameters"].items() if name != "original_max_position_embeddings"}
+    (rope,) = DecoderConfig.from_json({**fields, "rope_parameters": shorter}).ropes
+    assert rope["original_max_position_embeddings"] == fields["max_position_embeddings"]
+
+
+def test_a_head_that_is_not_the_embedding_is_used_whatever_the_config_says(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """As transformers does."""
+    shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": True}))
+    models = [load_decoder(path, torch.float32, torch.device("cpu")) for path in (tmp_path, checkpoint("llama"))]
+    assert torch.equal(models[0].head.weight_ND, models[1].head.weight_ND)
+    assert not torch.equal(models[0].head.weight_ND, models[0].embed_VD)
+    tied = load_decoder(checkpoint("llama-tied"), torch.float32, torch.device("cpu"))
+    assert tied.head.weight_ND is tied.embed_VD
+
+
+@pytest.mark.covers("S34")
+def test_ends_of_text_are_those_that_any_file_names(tmp_path: Path) -> None:
+    def ends(**files: Any) -> set[int]:
+        for path in tmp_path.iterdir():
+            path.unlink()
+        for name, fields in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(fields))
+        return set(eos_tokens(tmp_path, 96))
+
+    assert ends() == set()
+    assert ends(config={"eos_token_id": 2}, generation_config={"eos_token_id": [2, 5]}) == {2, 5}
+    assert ends(config={"eos_token_id": -1}, generation_config={"eos_token_id": [96, "2", None, {"a": 1}]}) == set()
+    named = {"eos_token": "</s>", "added_tokens_decoder": {"7": {"content": "</s>"}}}
+    assert ends(config={"eos_token_id": 2}, tokenizer_config=named) == {2, 7}
+    added = {"added_tokens": [{"id": 8, "content": "<end>"}], "model": {"vocab": {"</s>": 9}}}
+    assert ends(tokenizer_config={"eos_token": {"content": "<end>"}}, tokenizer=added) == {8}
+    assert ends(tokenizer_config={"eos_token": "</s>"}, tokenizer=added) == {9}
+    assert ends(tokenizer_config={"eos_token": "<none>"}, tokenizer=added) == set()
 
 
 def test_configs_of_older_files_mean_the_same(checkpoint: Checkpoint) -> None:

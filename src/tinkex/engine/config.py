@@ -24,6 +24,8 @@ HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, "qwen3": 128}
 """Sizes of a head that do not follow from the hidden size, where a file does not give them."""
 ROPE_TYPES = ("default", "linear", "llama3")
 SLIDING = "sliding_attention"
+LAYER_TYPES = ("full_attention", SLIDING)
+ROPE_NEEDS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 Fields: TypeAlias = Mapping[str, Any]
@@ -101,6 +103,8 @@ class DecoderConfig:
             return cls.from_json(fields)
         except KeyError as error:
             raise EngineError(f"{path} does not say {error}") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"{path} holds something of another kind than it should: {error}") from None
 
     @classmethod
     def from_json(cls, fields: Fields) -> DecoderConfig:
@@ -108,10 +112,9 @@ class DecoderConfig:
         _refuse_uncovered(fields)
         arch = str(fields["model_type"])
         gemma = arch in GEMMAS
-        hidden, heads, layers = (
-            int(fields[name]) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-        )
-        head_dim = int(fields.get("head_dim", HEAD_DIMS.get(arch)) or hidden // heads)
+        names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
+        hidden, heads, layers, vocab, mlp = (_size(fields, name) for name in names)
+        head_dim, kv_heads = _heads(fields, hidden, heads)
         attention_bias = bool(fields.get("attention_bias", False))
         windows = _windows(fields, layers)
         scale = float(fields.get("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5
@@ -119,14 +122,14 @@ class DecoderConfig:
         ropes, rotary = _ropes(fields, windows)
         return cls(
             arch=arch,
-            vocab=int(fields["vocab_size"]),
+            vocab=vocab,
             hidden=hidden,
-            mlp=int(fields["intermediate_size"]),
+            mlp=mlp,
             layers=layers,
             heads=heads,
-            kv_heads=int(fields.get("num_key_value_heads") or heads),
+            kv_heads=kv_heads,
             head_dim=head_dim,
-            context=int(fields["max_position_embeddings"]),
+            context=_size(fields, "max_position_embeddings"),
             norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
             tied=bool(fields.get("tie_word_embeddings", gemma or arch == "smollm3")),
             qkv_bias=arch == "qwen2" or attention_bias,
@@ -156,7 +159,7 @@ def _refuse_uncovered(fields: Fields) -> None:
         )
     if fields.get("quantization_config"):
         raise EngineError(f"quantized checkpoints are not supported; {covered}, in floating point")
-    if fields.get("use_bidirectional_attention"):
+    if fields.get("use_bidirectional_attention") or fields.get("is_causal") is False:
         raise EngineError(f"attention to later tokens is not supported; {covered}, with causal attention")
     if arch == "gemma3_text" and fields.get("attn_logit_softcapping") is not None:
         raise EngineError("gemma3_text with attn_logit_softcapping is not supported: transformers ignores it there")
@@ -168,10 +171,49 @@ def _activation(fields: Fields) -> str:
     return str(fields.get("hidden_act", "silu"))
 
 
+def _size(fields: Fields, name: str) -> int:
+    """A number that has to be a whole one, and more than none."""
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise EngineError(f"{name} must be a positive whole number, and is {value!r}")
+    return value
+
+
+def _heads(fields: Fields, hidden: int, heads: int) -> tuple[int, int]:
+    """The channels of a head, and how many heads of keys and values there are."""
+    channels = fields.get("head_dim", HEAD_DIMS.get(fields["model_type"])) or hidden // heads
+    channels = _size({"head_dim": channels}, "head_dim")
+    if channels % 2:
+        raise EngineError(f"heads of {channels} channels are not supported: rotary embeddings turn them in pairs")
+    groups = _size({"num_key_value_heads": fields.get("num_key_value_heads") or heads}, "num_key_value_heads")
+    if heads % groups:
+        raise EngineError(f"num_attention_heads is {heads}, which num_key_value_heads, {groups}, does not divide")
+    return channels, groups
+
+
 def _windows(fields: Fields, layers: int) -> list[int | None]:
     """For each layer how many tokens it sees back, or None where it sees all."""
+    arch, listed = fields["model_type"], fields.get("layer_types")
+    if listed is not None:
+        _check_layer_types(listed, layers)
+    windows = _windows_by(fields, listed, layers)
+    if listed is not None and [kind == SLIDING for kind in listed] != [window is not None for window in windows]:
+        # Llama, Mistral and Qwen3-MoE have one kind of layer, and elsewhere something says that there is no window.
+        raise EngineError(f"layer_types of this {arch} contradict what else its config says of sliding windows")
+    return windows
+
+
+def _check_layer_types(kinds: Sequence[Any], layers: int) -> None:
+    if unknown := [kind for kind in kinds if kind not in LAYER_TYPES]:
+        raise EngineError(f"layers of type {unknown[0]!r} are not supported; covered are {', '.join(LAYER_TYPES)}")
+    if len(kinds) != layers:
+        raise EngineError(f"layer_types has {len(kinds)} entries for {layers} layers")
+
+
+def _windows_by(fields: Fields, listed: Sequence[str] | None, layers: int) -> list[int | None]:
     arch = fields["model_type"]
-    if arch == "llama" or not fields.get("use_sliding_window", arch in ("mistral", *GEMMAS)):
+    always = arch in ("mistral", *GEMMAS)  # these have no switch for it
+    if arch == "llama" or not (always or fields.get("use_sliding_window", False)):
         return [None] * layers
     window = fields.get("sliding_window", None if arch == "smollm3" else 4096)
     if window is None:
@@ -180,8 +222,8 @@ def _windows(fields: Fields, layers: int) -> list[int | None]:
         raise EngineError(f"a sliding window of {window} tokens sees nothing")
     if arch in ("mistral", "qwen3_moe"):
         return [int(window)] * layers
-    kinds = fields.get("layer_types") or [SLIDING if slides else "" for slides in _sliding(fields, layers)]
-    return [int(window) if kind == SLIDING else None for kind in _per_layer("layer_types", kinds, layers)]
+    slides = _sliding(fields, layers) if listed is None else [kind == SLIDING for kind in listed]
+    return [int(window) if slide else None for slide in slides]
 
 
 def _sliding(fields: Fields, layers: int) -> list[bool]:
@@ -202,7 +244,7 @@ def _roped(fields: Fields, layers: int) -> list[bool]:
         return [True] * layers
     if (listed := fields.get("no_rope_layers")) is not None:
         return [bool(roped) for roped in _per_layer("no_rope_layers", listed, layers)]
-    interval = int(fields.get("no_rope_layer_interval", 4))
+    interval = _size({"no_rope_layer_interval": 4, **fields}, "no_rope_layer_interval")
     return [(index + 1) % interval != 0 for index in range(layers)]
 
 
@@ -217,9 +259,14 @@ def _ropes(fields: Fields, windows: Sequence[int | None]) -> tuple[tuple[Fields,
     arch = fields["model_type"]
     if arch != "gemma3_text":
         theta = 2000000.0 if arch == "smollm3" else 10000.0
-        kind = _rope(fields, theta, fields.get("rope_parameters"))
+        parameters = fields.get("rope_parameters") or {}
+        if any(isinstance(value, Mapping) for value in parameters.values()):
+            raise EngineError(f"rotary embeddings by the type of a layer are not supported for {arch}")
+        kind = _rope(fields, theta, parameters)
         return (kind,), tuple(0 if roped else None for roped in _roped(fields, len(windows)))
     given = fields.get("rope_parameters") or {}
+    if not all(isinstance(value, Mapping | None) for value in given.values()):
+        raise EngineError(f"rope_parameters of {arch} have to say which type of layer they are for")
     everywhere = _rope(fields, 1000000.0, given.get("full_attention"))
     local = {"rope_theta": fields.get("rope_local_base_freq", 10000.0)}  # scaling is for the layers that see all
     nearby = _rope(local, 10000.0, given.get(SLIDING))
@@ -228,15 +275,31 @@ def _ropes(fields: Fields, windows: Sequence[int | None]) -> tuple[tuple[Fields,
 
 def _rope(fields: Fields, theta: float, parameters: Fields | None) -> Fields:
     """The rotary parameters, from the form before transformers 5 (`rope_theta`, `rope_scaling`) or the one after."""
-    rope = {"rope_theta": fields.get("rope_theta", theta)}
-    rope |= fields.get("rope_scaling") or {}
-    rope |= parameters or {}
+    scaling = fields.get("rope_scaling") or {}
+    if scaling and parameters and not scaling.items() <= parameters.items():
+        raise EngineError("rope_scaling and rope_parameters say different things: keep the one that is meant")
+    rope = {"rope_theta": fields.get("rope_theta", theta), **scaling, **(parameters or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise EngineError(f"rope type {kind!r} is not supported; covered are {', '.join(ROPE_TYPES)}")
     if rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0)) != 1.0:
         raise EngineError("partial rotary embeddings are not supported")
+    if kind == "llama3":
+        trained = ("original_max_position_embeddings", "max_position_embeddings")
+        rope.setdefault(trained[0], fields.get(trained[0]) or fields[trained[1]])
+    for name in ("rope_theta", *ROPE_NEEDS.get(kind, ())):
+        rope[name] = _positive(rope, name, kind)
     return {**rope, "rope_type": kind}
+
+
+def _positive(rope: Fields, name: str, kind: str) -> float:
+    try:
+        value = float(rope[name])
+    except (KeyError, TypeError, ValueError):
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise EngineError(f"rope type {kind!r} needs {name}, a positive number, and has {rope.get(name)!r}")
+    return value
 
 
 def _experts(fields: Fields, layers: int) -> ExpertsConfig | None:
@@ -287,14 +350,44 @@ def resolve(source: str | Path) -> Path:
         raise EngineError(f"{source} is neither a directory nor a model that can be downloaded: {error}") from error
 
 
-def eos_tokens(directory: Path) -> frozenset[int]:
-    """The end-of-text tokens that `generation_config.json` and `config.json` name."""
-    found: set[int] = set()
+def eos_tokens(directory: Path, vocab: int) -> frozenset[int]:
+    """The end-of-text tokens that `generation_config.json`, `config.json` and the tokenizer's own files name.
+
+    Some files say -1 for none.
+    """
+    found: list[Any] = []
     for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(found)
+        value = _read_json(directory / name).get("eos_token_id")
+        found += value if isinstance(value, list) else [value]
+    about = _read_json(directory / "tokenizer_config.json")
+    ends = about.get("eos_token")
+    content = ends.get("content") if isinstance(ends, Mapping) else ends
+    if isinstance(content, str):
+        found.append(_token_id(directory, about, content))
+    return frozenset(token for token in found if type(token) is int and 0 <= token < vocab)
+
+
+def _token_id(directory: Path, about: Fields, content: str) -> int | None:
+    """The number of a token that a tokenizer's settings name."""
+    for number, token in (about.get("added_tokens_decoder") or {}).items():
+        if token.get("content") == content:
+            return int(number)
+    tokenizer = _read_json(directory / "tokenizer.json")
+    for token in tokenizer.get("added_tokens") or []:
+        if token.get("content") == content:
+            return int(token["id"])
+    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    found = vocabulary.get(content) if isinstance(vocabulary, Mapping) else None
+    return None if found is None else int(found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An optional file; nothing if it is not there, or not a JSON object."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def describe(name: str, directory: Path) -> BaseModel:
@@ -306,7 +399,7 @@ def describe(name: str, directory: Path) -> BaseModel:
         vocab_size=config.vocab,
         arch=config.arch,
         directory=directory,
-        eos_tokens=eos_tokens(directory),
+        eos_tokens=eos_tokens(directory, config.vocab),
     )
 
 

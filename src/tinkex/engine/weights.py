@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,6 +67,12 @@ class _Tensors:
             raise EngineError(f"{self._directory}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
         return tensor
 
+    def differ(self, one: str, other: str) -> bool:
+        """Whether both tensors are there and are not the same."""
+        if one not in self._where or other not in self._where:
+            return False
+        return not torch.equal(self._where[one].get_tensor(one), self._where[other].get_tensor(other))
+
     def finish(self, ignored: Iterable[str]) -> None:
         """Every tensor must have been read: one left over means another architecture."""
         if left := self._unread - set(ignored):
@@ -80,6 +86,8 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
     config = DecoderConfig.read(directory)
     with ExitStack() as stack:
         tensors = _Tensors(directory, stack)
+        if config.tied and tensors.differ("lm_head.weight", "model.embed_tokens.weight"):
+            config = replace(config, tied=False)  # as transformers has it: a head of its own is there to be used
         decoder = assemble(config, tensors, dtype, device)
         tensors.finish(["lm_head.weight"] if config.tied else [])
     return decoder
