@@ -432,8 +432,10 @@ def test_configs_that_would_be_got_wrong_are_refused(
 
 def test_a_config_of_another_kind_of_thing_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     fields = json.loads((checkpoint("llama2") / "config.json").read_text())
-    for changes in ({"rope_parameters": [1]}, {"rms_norm_eps": {}}, {"layer_types": 5}, {"sliding_window": "x"}):
-        (tmp_path / "config.json").write_text(json.dumps({**fields, "model_type": "mistral", **changes}))
+    wrong: dict[str, Any] = {"rope_parameters": [1], "rms_norm_eps": {}, "layer_types": 5, "sliding_window": "x"}
+    for name, value in wrong.items():
+        changes = {"model_type": "mistral", name: value}
+        (tmp_path / "config.json").write_text(json.dumps({**fields, **changes}))
         with pytest.raises(EngineError, match=r"config\.json holds something of another kind than it should"):
             DecoderConfig.read(tmp_path)
 

@@ -450,7 +450,7 @@ def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
         elif room == "more slots":
             fault.setattr(torch, "zeros_like", refuse)
         else:
-            del slabs[2 * BLOCK]  # which the first has left
+            del slabs[decoding._slab_size(BLOCK + 1)]  # which the first has left
             fault.setattr(decoding, "zeros", refuse)
         while not failed and engine.sampling():
             try:

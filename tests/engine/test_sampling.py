@@ -263,6 +263,7 @@ def test_stop_strings_are_found_where_bytes_are_decoded_together() -> None:
 
 def test_text_that_is_broken_for_good_is_forgotten_all_the_same(tokenizer: Tokenizer) -> None:
     row, half = jobs._Text(tokenizer), tokenizer.token_to_id("Ã")
+    assert half is not None
     for _ in range(600):
         row.add(half, 3)
         assert len(row._tokens) <= (jobs.PATIENCE + 2) * (3 + jobs.MARGIN)

@@ -276,7 +276,7 @@ def test_a_failed_pass_leaves_no_trace(case: Case, make: Any, monkeypatch: pytes
         assert grad is None or (kept is not None and torch.equal(grad, kept))
 
     # The longest datum comes last of all micro-batches: the others have been through by then.
-    huge: dict[str, Any] = {"weights": 3e38, "advantages": 3e38, "logprobs": -100.0}
+    huge: dict[str, Any] = {"weights": 3e38, "advantages": -3e38, "logprobs": -100.0}
     overflowing = [*data, *examples(case, lengths=(30,), **huge)]
     fails(EngineError, "datum 4: .*not finite", overflowing)
     run_pass(engine, "a", data[:2], case.loss, case.config)
