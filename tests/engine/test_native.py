@@ -483,6 +483,23 @@ def test_little_work_is_done_by_the_thread_that_asks_for_it(engine: TorchEngine)
     assert torch.equal(seen[0], seen[2])
 
 
+def test_threads_race_for_nothing(tmp_path: Path) -> None:
+    """A compiler sees what has no order; results show it once in a long while, under load or on ARM."""
+    program = tmp_path / "racing"
+    options = ("-std=gnu11", "-O1", "-g", "-pthread", "-fsanitize=thread", "-include", str(library.SOURCE))
+    source = str(Path(__file__).with_name("racing.c"))
+    for compiler in library.compilers():
+        made = subprocess.run([*compiler, *options, "-o", str(program), source, "-lm"], capture_output=True)
+        if made.returncode == 0:
+            break
+    else:
+        pytest.skip("no compiler here finds races")
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    if "FATAL: ThreadSanitizer" in done.stderr:
+        pytest.skip("races cannot be found on this system")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow  # a fork of a process with threads is never quite safe
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
 def test_a_forked_child_has_threads_of_its_own(engine: TorchEngine) -> None:

@@ -148,12 +148,13 @@ static inline void relax(void) {
 
 /* Wait until everybody is here. The last one lays out the work that follows. */
 static void meet(Team *team) {
-    if (team->active == 1) {
+    int active = team->active; /* not to be read once one has arrived: the next call may have begun by then */
+    if (active == 1) {
         atomic_store_explicit(&team->next, 0, memory_order_relaxed);
         return;
     }
     int turn = atomic_load_explicit(&team->turn, memory_order_acquire);
-    if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == team->active - 1) {
+    if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == active - 1) {
         atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
         atomic_store_explicit(&team->next, 0, memory_order_relaxed);
         atomic_fetch_add_explicit(&team->turn, 1, memory_order_release);
