@@ -213,9 +213,7 @@ def test_a_library_that_computes_nonsense_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "step.c"
-    broken.write_text(
-        library.SOURCE.read_text().replace("kept[row][panel][v] += value", "kept[row][panel][v] -= value")
-    )
+    broken.write_text(library.SOURCE.read_text().replace("kept[row][v] += value", "kept[row][v] -= value"))
     monkeypatch.setattr(library, "SOURCE", broken)
     with caplog.at_level(logging.INFO, "tinkex.engine"):
         assert library.load() is None

@@ -32,6 +32,14 @@
 #endif
 #define VECTORS (PANEL / LANES)
 
+/* Write out all turns of a loop, whose number is known. gcc wants a number that is no smaller; told one that is larger,
+ * clang up to version 16 writes out none, and leaves the sums of a tile in memory. */
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 12")
+#endif
+
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef float loose __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef float quad __attribute__((vector_size(16)));
@@ -284,34 +292,26 @@ static int64_t panels_in(const Linear *linear) {
 static inline __attribute__((always_inline)) void tile(
     const int rows, const int panels, const float *x, int64_t stride, const float *const *weight, int64_t inputs,
     vec sums[ROWS][2][VECTORS]) {
-    vec kept[ROWS][2][VECTORS];
-#pragma GCC unroll 12
+    vec kept[ROWS][2 * VECTORS], w[2 * VECTORS];
+    const int vectors = panels * VECTORS;
+    UNROLL
     for (int row = 0; row < rows; row++)
-#pragma GCC unroll 2
-        for (int panel = 0; panel < panels; panel++)
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) kept[row][panel][v] = sums[row][panel][v];
+        UNROLL
+        for (int v = 0; v < vectors; v++) kept[row][v] = sums[row][v / VECTORS][v % VECTORS];
     for (int64_t k = 0; k < inputs; k++) {
-        vec w[2][VECTORS];
-#pragma GCC unroll 2
-        for (int panel = 0; panel < panels; panel++)
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) w[panel][v] = load(weight[panel] + k * PANEL + v * LANES);
-#pragma GCC unroll 12
+        UNROLL
+        for (int v = 0; v < vectors; v++) w[v] = load(weight[v / VECTORS] + k * PANEL + v % VECTORS * LANES);
+        UNROLL
         for (int row = 0; row < rows; row++) {
             float value = x[row * stride + k];
-#pragma GCC unroll 2
-            for (int panel = 0; panel < panels; panel++)
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; v++) kept[row][panel][v] += value * w[panel][v];
+            UNROLL
+            for (int v = 0; v < vectors; v++) kept[row][v] += value * w[v];
         }
     }
-#pragma GCC unroll 12
+    UNROLL
     for (int row = 0; row < rows; row++)
-#pragma GCC unroll 2
-        for (int panel = 0; panel < panels; panel++)
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[row][panel][v] = kept[row][panel][v];
+        UNROLL
+        for (int v = 0; v < vectors; v++) sums[row][v / VECTORS][v % VECTORS] = kept[row][v];
 }
 
 #define CASE(count)                                                                     \
