@@ -276,6 +276,9 @@ static int64_t tile_of(int64_t rows) {
     return (rows + tiles - 1) / tiles;
 }
 
+/* How many panels a tile of so many rows has at most: the sums of both are to stay in registers. */
+static inline int panels_for(int64_t rows) { return LANES == 16 || 2 * rows < ROWS ? 2 : 1; }
+
 static int64_t size_of(const Linear *linear) {
     int64_t outputs = 0;
     for (int64_t part = 0; part < linear->parts; part++) outputs += linear->sizes[part];
@@ -638,9 +641,10 @@ static void attend(const Run *run, const Layer *layer, int64_t index, int64_t bu
         const float *q = run->wide + ((row + r) * (H + 2 * G) + group * each) * C;
         memcpy(queries + r * each * C, q, (size_t)(each * C) * sizeof(float));
     }
-    for (int64_t s = from; s < to; s += 2 * PANEL) {
+    int most = panels_for(count);
+    for (int64_t s = from; s < to; s += most * PANEL) {
         const float *keys[2];
-        int panels = s + PANEL < to ? 2 : 1;
+        int panels = s + PANEL < to ? most : 1;
         for (int panel = 0; panel < panels; panel++) {
             int64_t at = s + panel * PANEL;
             keys[panel] = keys_at(model, index, table[at / S], group) + at % S * C;
@@ -663,8 +667,8 @@ static void attend(const Run *run, const Layer *layer, int64_t index, int64_t bu
     int64_t whole = C / PANEL * PANEL, rest = C - whole;
     for (int64_t first = 0; first < count; first += ROWS) {
         int64_t some = count - first < ROWS ? count - first : ROWS;
-        for (int64_t c = 0; c < whole; c += 2 * PANEL) {
-            int panels = c + PANEL < whole ? 2 : 1;
+        for (int64_t c = 0; c < whole; c += most * PANEL) {
+            int panels = c + PANEL < whole ? most : 1;
             vec out[ROWS][2][VECTORS];
             memset(out, 0, sizeof(out));
             for (int64_t s = from, next; s < to; s = next) {
