@@ -26,6 +26,9 @@
 #elif defined(__AVX__)
 #define LANES 8
 #define ROWS 6
+#elif defined(__aarch64__)
+#define LANES 4
+#define ROWS 5 /* which fill 20 of the 32 registers; of the 24 that a sixth makes, compilers leave some in memory */
 #else
 #define LANES 4
 #define ROWS 6
@@ -327,7 +330,10 @@ static void multiply(
     int64_t rows, int panels, const float *x, int64_t stride, const float *const *weight, int64_t inputs,
     vec sums[ROWS][2][VECTORS]) {
     switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
+#if ROWS > 5
+        CASE(6)
+#endif
 #if ROWS > 6
         CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
