@@ -80,6 +80,17 @@ def test_another_compiler_or_machine_makes_another(tmp_path: Path, monkeypatch: 
     assert len({one, two, three}) == 3
 
 
+@pytest.mark.parametrize("machine", ["aarch64", "arm64"])
+def test_on_arm_it_is_made_for_any_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    """For the one that is named may be what a virtual machine does not have, and to run it would end the process."""
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    command = compiler_of(tmp_path / "cc", f'echo "$@" > {tmp_path}/given; exit 1')
+    with pytest.raises(subprocess.CalledProcessError):
+        library.compiled(command, tmp_path)
+    given = (tmp_path / "given").read_text().split()
+    assert [flag for flag in given if flag.startswith("-m")] == ["-mcpu=generic"]
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [
