@@ -91,6 +91,27 @@ def test_on_arm_it_is_made_for_any_processor(tmp_path: Path, monkeypatch: pytest
     assert [flag for flag in given if flag.startswith("-m")] == ["-mcpu=generic"]
 
 
+@pytest.mark.parametrize(("status", "expected"), [(0, ["/usr/bin/cc", "/opt/bin/clang"]), (2, ["/opt/bin/clang"])])
+def test_a_mac_is_not_asked_to_install_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, status: int, expected: list[str]
+) -> None:
+    places = {"cc": "/usr/bin/cc", "clang": "/opt/bin/clang"}
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr("shutil.which", places.get)
+    monkeypatch.setattr("os.path.realpath", str)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.delenv("CC", raising=False)
+    asked = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr("subprocess.run", run)
+    assert [path for (path,) in library.compilers()] == expected
+    assert asked == [["/usr/bin/xcode-select", "-p"]]
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [
@@ -217,7 +238,8 @@ def test_what_was_spoilt_in_the_cache_is_made_anew(cache: Path) -> None:
     whole = kept.read_bytes()
     kept.write_bytes(whole[: len(whole) // 2])  # to load this would end the process
     assert library.load() is not None
-    assert kept.read_bytes() == whole
+    (made,) = cache.iterdir()
+    assert len(made.read_bytes()) == len(whole)  # on a Mac the name it was made under is in it
 
 
 def test_a_library_that_computes_nonsense_is_not_used(

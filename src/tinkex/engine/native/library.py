@@ -176,11 +176,21 @@ def compilers() -> Iterator[Sequence[str]]:
     seen = set()  # several names are often one program
     for name in ("cc", "gcc", "clang"):
         path = shutil.which(name)
-        if path is not None and (real := os.path.realpath(path)) not in seen:
+        if path is not None and (real := os.path.realpath(path)) not in seen and not _is_offer(path):
             seen.add(real)
             yield [path]
     if importlib.util.find_spec("ziglang") is not None:
         yield [sys.executable, "-m", "ziglang", "cc"]
+
+
+def _is_offer(path: str) -> bool:
+    """A Mac without a compiler has programs of its name, which open a window that offers to install one."""
+    if sys.platform != "darwin" or not path.startswith("/usr/bin/"):
+        return False
+    try:
+        return subprocess.run(["/usr/bin/xcode-select", "-p"], capture_output=True).returncode != 0
+    except OSError:
+        return False
 
 
 def compiled(compiler: Sequence[str], directory: Path) -> Path:
