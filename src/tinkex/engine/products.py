@@ -59,7 +59,9 @@ def is_intel() -> bool:
 
 @functools.cache
 def onednn() -> Callable[..., torch.Tensor] | None:
-    """OneDNN's product with a weight, as it lies or packed, where PyTorch has it."""
+    """OneDNN's product with a weight, as it lies or packed, where PyTorch has it; elsewhere than on x86 not tried."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # type: ignore[no-untyped-call]
         operator: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
         return operator
