@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -512,6 +513,26 @@ def test_little_work_is_done_by_the_thread_that_asks_for_it(engine: TorchEngine)
         seen.append(native.product(x, linear))
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0], seen[2])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be placed here")
+def test_threads_that_were_called_to_other_cores_may_run_anywhere_afterwards() -> None:
+    """After a rest they are woken where the one that calls them is not."""
+    found = library.load()
+    assert found is not None
+    everywhere, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
+    team = found.team_new(3)
+    own = set(os.listdir("/proc/self/task")) - before
+    weight, x, y = (np.zeros(size, np.float32) for size in (64 * 16 * 64, 12 * 64, 12 * 1024))
+    linear = library.Linear(weight.ctypes.data, None, 64, 1, (library.Int * library.PARTS)(1024))
+    placed = {len(os.sched_getaffinity(int(thread))) for thread in own}
+    for _ in range(20):
+        time.sleep(0.005)
+        found.product(linear, x.ctypes.data, 12, y.ctypes.data, team)
+        placed |= {len(os.sched_getaffinity(int(thread))) for thread in own}
+    found.team_free(team)
+    assert len(own) == 2
+    assert placed == {len(everywhere)}
 
 
 def test_threads_race_for_nothing(tmp_path: Path) -> None:

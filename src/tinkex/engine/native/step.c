@@ -10,6 +10,9 @@
  *
  * Names: B rows, D hidden, H query heads, G key/value heads, C channels of a head, F mlp, R rank.
  */
+#if defined(__linux__)
+#define _GNU_SOURCE /* for where threads may run */
+#endif
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
@@ -17,6 +20,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define PANEL 16
 #define PARTS 3
@@ -142,6 +146,11 @@ typedef struct {
     int leaving;
     void (*work)(int, void *);
     void *about;
+    double rested; /* when the last work ended, in seconds */
+#if defined(__linux__)
+    int placed; /* whether threads that are called may not run just anywhere, and … */
+    cpu_set_t anywhere;
+#endif
 } Team;
 
 typedef struct {
@@ -185,6 +194,33 @@ static inline long take(Team *team, long units) {
     return unit < units ? unit : -1;
 }
 
+/* Threads that have rested for a while are likely to be woken on the core of the one that calls them, and share it until
+ * the system moves one, which takes milliseconds. So they are called to any other core; once awake they may go where
+ * they like. */
+#define RESTS 1e-3
+
+static double seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static void place(Team *team, int active) {
+#if defined(__linux__)
+    team->placed = 0;
+    if (seconds() - team->rested < RESTS) return;
+    int here = sched_getcpu();
+    if (here < 0 || here >= CPU_SETSIZE || sched_getaffinity(0, sizeof(cpu_set_t), &team->anywhere)) return;
+    cpu_set_t elsewhere = team->anywhere;
+    CPU_CLR(here, &elsewhere);
+    if (!CPU_COUNT(&elsewhere)) return;
+    for (int i = 0; i < active - 1; i++) pthread_setaffinity_np(team->others[i], sizeof(cpu_set_t), &elsewhere);
+    team->placed = 1;
+#else
+    (void)team, (void)active;
+#endif
+}
+
 static void *member(void *given) {
     Member self = *(Member *)given;
     free(given);
@@ -194,6 +230,9 @@ static void *member(void *given) {
         while (team->calls == seen && !team->leaving) pthread_cond_wait(&team->called, &team->lock);
         int leaving = team->leaving, takes_part = self.number < team->active;
         seen = team->calls;
+#if defined(__linux__)
+        if (takes_part && team->placed) pthread_setaffinity_np(pthread_self(), sizeof(cpu_set_t), &team->anywhere);
+#endif
         pthread_mutex_unlock(&team->lock);
         if (leaving) return NULL;
         if (takes_part) team->work(self.number, team->about);
@@ -244,9 +283,13 @@ static void together(Team *team, void (*work)(int, void *), void *about, int64_t
     team->active = active;
     atomic_store(&team->next, 0);
     team->calls++;
-    if (active > 1) pthread_cond_broadcast(&team->called);
+    if (active > 1) {
+        place(team, active);
+        pthread_cond_broadcast(&team->called);
+    }
     pthread_mutex_unlock(&team->lock);
     work(0, about);
+    team->rested = seconds();
 }
 
 /* --- Products -------------------------------------------------------------------------------------------------- */
