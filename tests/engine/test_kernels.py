@@ -52,7 +52,7 @@ def compare(
         assert float((one - exact).abs().max()) < near * float(exact.abs().max())
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 2e-6), (torch.bfloat16, HALF)])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 5e-6), (torch.bfloat16, HALF)])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 96), (3, 1500)])
 def test_norms(accelerator: str, rows: int, width: int, dtype: torch.dtype, near: float) -> None:
     weight = 1 + normal(accelerator, width, seed=3, dtype=dtype)
@@ -70,7 +70,7 @@ def test_norms(accelerator: str, rows: int, width: int, dtype: torch.dtype, near
     compare(ours, formula, x, share, near=2 * near)
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 2e-6), (torch.bfloat16, HALF)])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 5e-6), (torch.bfloat16, HALF)])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_gates(accelerator: str, activation: str, dtype: torch.dtype, near: float) -> None:
     both = normal(accelerator, 3, 2 * 2500, dtype=dtype)  # more than a block
@@ -82,7 +82,7 @@ def test_gates(accelerator: str, activation: str, dtype: torch.dtype, near: floa
     compare(lambda both: [gated(both, activation)], formula, both, near=near)
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 2e-6), (torch.bfloat16, 2 * HALF)])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 5e-6), (torch.bfloat16, 2 * HALF)])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "groups", "channels"), [(4, 2, 16), (9, 3, 64), (2, 1, 128)])
 def test_heads(
@@ -123,9 +123,9 @@ def test_the_softmax_of_logits_and_its_gradient(accelerator: str, vocabulary: in
     expected = torch.log_softmax(exact, -1)[rows, targets]
     expected.backward(grads.double())  # type: ignore[no-untyped-call]
     assert exact.grad is not None
-    for dtype, near in ((torch.float32, 1e-6), (torch.bfloat16, HALF)):
+    for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, HALF)):
         scored = Scored.of(logits.clone())
-        assert float((scored.at(rows, targets) - expected.detach()).abs().max()) < 1e-5
+        assert float((scored.at(rows, targets) - expected.detach()).abs().max()) < 2e-5
         got = scored.gradient(rows, targets, grads, dtype, distinct=False)
         assert got.dtype == dtype
         assert float((got.double() - exact.grad).abs().max()) < near * float(exact.grad.abs().max())

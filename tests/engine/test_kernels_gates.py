@@ -52,5 +52,5 @@ def test_a_gate_adds_shares_on_its_way(accelerator: str, ranks: tuple[int, ...],
     exact_out.backward(grad.float())  # type: ignore[no-untyped-call]
     for one, other in zip(ours, [exact_out.detach(), *(leaf.grad for leaf in leaves)], strict=True):
         assert other is not None
-        assert float((one.float() - other).norm()) < 0.02 * float(other.norm())
-        assert float((one.float() - other).abs().max()) < 0.03 * float(other.abs().max())
+        assert float((one.float() - other).norm()) < 0.03 * float(other.norm())
+        assert float((one.float() - other).abs().max()) < 0.05 * float(other.abs().max())
