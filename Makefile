@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# Not among the constraints, for a PyTorch with CUDA brings one of its own.
+TRITON := triton==3.7.1
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .PHONY: demo test slow kernels crash versions examples cookbook lint format coverage docs dist-check clean help
@@ -30,9 +32,14 @@ test: $(VENV)/.test
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
+ifeq ($(shell uname -s),Linux)
 kernels: $(VENV)/.test $(VENV)-triton/.triton
-	PYTHONPATH=$(VENV)-triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 3 tests/engine/test_kernels*.py $(ARGS)
+	PYTHONPATH=$(VENV)-triton TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 3 tests/engine/test_kernels*.py $(ARGS)
 	PYTHONPATH=$(VENV)-triton $(BIN)/python tools/kernels.py
+else
+kernels:
+	@echo "Triton is to be had for Linux alone: the kernels are left out"
+endif
 
 crash: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/test_crashes.py $(ARGS)
@@ -82,9 +89,9 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python tools/clients.py --quick
 	@touch $@ $(VENV)/.local
 
-$(VENV)-triton/.triton: constraints.txt | $(BIN)/python
+$(VENV)-triton/.triton: Makefile | $(BIN)/python
 	@echo "setting up (once): Triton, into $(VENV)-triton …"
-	$(PIP) --upgrade --target $(VENV)-triton triton
+	$(BIN)/python -m pip --disable-pip-version-check install -qq --upgrade --target $(VENV)-triton $(TRITON)
 	@touch $@
 
 $(VENV)-docs/.docs: pyproject.toml constraints.txt

@@ -451,8 +451,11 @@ def test_windows_of_families_that_have_no_switch_for_them(checkpoint: Checkpoint
 def test_the_length_that_rotations_were_trained_for_may_be_the_models_own(checkpoint: Checkpoint) -> None:
     fields = json.loads((checkpoint("llama3") / "config.json").read_text())
     shorter = {name: x for name, x in fields["rope_parameters"].items() if name != "original_max_position_embeddings"}
-    (rope,) = DecoderConfig.from_json({**fields, "rope_parameters": shorter}).ropes
-    assert rope["original_max_position_embeddings"] == fields["max_position_embeddings"]
+    for given in (shorter, {**shorter, "original_max_position_embeddings": None}):
+        (rope,) = DecoderConfig.from_json({**fields, "rope_parameters": given}).ropes
+        assert rope["original_max_position_embeddings"] == fields["max_position_embeddings"]
+    (rope,) = DecoderConfig.from_json({**fields, "original_max_position_embeddings": 20}).ropes
+    assert rope["original_max_position_embeddings"] == 20
 
 
 def test_a_head_that_is_not_the_embedding_is_used_whatever_the_config_says(
@@ -487,6 +490,9 @@ def test_ends_of_text_are_those_that_any_file_names(tmp_path: Path) -> None:
     assert ends(tokenizer_config={"eos_token": {"content": "<end>"}}, tokenizer=added) == {8}
     assert ends(tokenizer_config={"eos_token": "</s>"}, tokenizer=added) == {9}
     assert ends(tokenizer_config={"eos_token": "<none>"}, tokenizer=added) == set()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2')
+    with pytest.raises(EngineError, match=r"generation_config\.json is not valid JSON"):
+        eos_tokens(tmp_path, 96)
 
 
 def test_configs_of_older_files_mean_the_same(checkpoint: Checkpoint) -> None:
@@ -523,3 +529,9 @@ def test_configs_of_older_files_mean_the_same(checkpoint: Checkpoint) -> None:
     old, new = older("qwen2-window", "layer_types")
     assert old == new
     assert [rule.window for rule in old.attention] == [None, WINDOW]
+    old, new = older("llama-linear", rope_scaling={"type": "linear", "factor": 4.0})
+    assert old == new
+    old, new = older("llama", partial_rotary_factor=None, max_position_embeddings=48.0)
+    assert old == new
+    old, new = older("llama", "rope_parameters", rope_theta=None)
+    assert old == new

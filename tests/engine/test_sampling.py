@@ -224,7 +224,7 @@ def test_stop_strings_are_found_in_a_window(tokenizer: Tokenizer) -> None:
                 break
         whole = next(n for n in range(1, 61) if stop in tokenizer.decode(tokens[:n]))
         assert ended == whole
-        assert len(row._tokens) <= 4 * (len(stop) + jobs.MARGIN)
+        assert len(row._tokens) <= 3 * (len(stop) + jobs.MARGIN)
         found += whole > 20
     assert found > 10
 
@@ -257,8 +257,23 @@ def test_stop_strings_are_found_where_bytes_are_decoded_together() -> None:
         ended = next((at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None)
         assert ended == len(row) - 2, (parts, stop)
         late += len(row) > 3 * (len(stop) + jobs.MARGIN)
-        assert len(rule._texts[0]._tokens) < 16 * (len(stop) + jobs.MARGIN)
+        assert len(rule._texts[0]._tokens) <= 2 * jobs.BYTES * (len(stop) + jobs.MARGIN)
     assert late > 20
+
+
+@pytest.mark.parametrize("count", [1, 12, 20])
+def test_stop_strings_are_found_after_text_that_is_broken(count: int) -> None:
+    """They may be as many tokens as they have bytes."""
+    vocab = {piece: index for index, piece in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "x"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    source = jobs.Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
+    spelled = [1 + byte for byte in ("😎" * count).encode()]
+    for before in range(1, 250, 3):
+        rule = jobs.StopRule(source, ["😎" * count], rows=1)
+        row = [*([1 + 0xC3, vocab["x"]] * before)[:before], vocab["x"], *spelled]
+        ended = next((at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None)
+        assert ended == len(row) - 1, before
 
 
 def test_text_that_is_broken_for_good_is_forgotten_all_the_same(tokenizer: Tokenizer) -> None:
@@ -266,7 +281,7 @@ def test_text_that_is_broken_for_good_is_forgotten_all_the_same(tokenizer: Token
     assert half is not None
     for _ in range(600):
         row.add(half, 3)
-        assert len(row._tokens) <= (jobs.PATIENCE + 2) * (3 + jobs.MARGIN)
+        assert len(row._tokens) <= 2 * jobs.BYTES * (3 + jobs.MARGIN)
 
 
 def test_stop_strings_need_a_tokenizer(checkpoint: Checkpoint, tmp_path: Path, sample: Sample) -> None:

@@ -25,7 +25,8 @@ HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, "qwen3": 128}
 ROPE_TYPES = ("default", "linear", "llama3")
 SLIDING = "sliding_attention"
 LAYER_TYPES = ("full_attention", SLIDING)
-ROPE_NEEDS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+TRAINED = "original_max_position_embeddings"
+ROPE_NEEDS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor", TRAINED)}
 CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 Fields: TypeAlias = Mapping[str, Any]
@@ -174,9 +175,9 @@ def _activation(fields: Fields) -> str:
 def _size(fields: Fields, name: str) -> int:
     """A number that has to be a whole one, and more than none."""
     value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value != int(value):
         raise EngineError(f"{name} must be a positive whole number, and is {value!r}")
-    return value
+    return int(value)
 
 
 def _heads(fields: Fields, hidden: int, heads: int) -> tuple[int, int]:
@@ -268,28 +269,33 @@ def _ropes(fields: Fields, windows: Sequence[int | None]) -> tuple[tuple[Fields,
     if not all(isinstance(value, Mapping | None) for value in given.values()):
         raise EngineError(f"rope_parameters of {arch} have to say which type of layer they are for")
     everywhere = _rope(fields, 1000000.0, given.get("full_attention"))
-    local = {"rope_theta": fields.get("rope_local_base_freq", 10000.0)}  # scaling is for the layers that see all
+    local = {"rope_theta": fields.get("rope_local_base_freq")}  # scaling is for the layers that see all
     nearby = _rope(local, 10000.0, given.get(SLIDING))
     return (everywhere, nearby), tuple(0 if window is None else 1 for window in windows)
 
 
 def _rope(fields: Fields, theta: float, parameters: Fields | None) -> Fields:
     """The rotary parameters, from the form before transformers 5 (`rope_theta`, `rope_scaling`) or the one after."""
-    scaling = fields.get("rope_scaling") or {}
-    if scaling and parameters and not scaling.items() <= parameters.items():
+    scaling, given = _typed(fields.get("rope_scaling") or {}), _typed(parameters or {})
+    if scaling and given and not scaling.items() <= given.items():
         raise EngineError("rope_scaling and rope_parameters say different things: keep the one that is meant")
-    rope = {"rope_theta": fields.get("rope_theta", theta), **scaling, **(parameters or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = {"rope_theta": fields.get("rope_theta") or theta, **scaling, **given}
+    kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise EngineError(f"rope type {kind!r} is not supported; covered are {', '.join(ROPE_TYPES)}")
-    if rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0)) != 1.0:
+    if (rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0) != 1.0:
         raise EngineError("partial rotary embeddings are not supported")
-    if kind == "llama3":
-        trained = ("original_max_position_embeddings", "max_position_embeddings")
-        rope.setdefault(trained[0], fields.get(trained[0]) or fields[trained[1]])
+    if kind == "llama3":  # what stands outside comes first, as in transformers
+        rope[TRAINED] = fields.get(TRAINED) or rope.get(TRAINED) or fields.get("max_position_embeddings")
     for name in ("rope_theta", *ROPE_NEEDS.get(kind, ())):
         rope[name] = _positive(rope, name, kind)
     return {**rope, "rope_type": kind}
+
+
+def _typed(rope: Fields) -> dict[str, Any]:
+    """Rotary parameters whose type has the name it has today."""
+    older = {"rope_type": rope["type"]} if "type" in rope else {}
+    return {**older, **{name: value for name, value in rope.items() if name != "type"}}
 
 
 def _positive(rope: Fields, name: str, kind: str) -> float:
@@ -370,11 +376,11 @@ def eos_tokens(directory: Path, vocab: int) -> frozenset[int]:
 def _token_id(directory: Path, about: Fields, content: str) -> int | None:
     """The number of a token that a tokenizer's settings name."""
     for number, token in (about.get("added_tokens_decoder") or {}).items():
-        if token.get("content") == content:
+        if isinstance(token, Mapping) and token.get("content") == content:
             return int(number)
     tokenizer = _read_json(directory / "tokenizer.json")
     for token in tokenizer.get("added_tokens") or []:
-        if token.get("content") == content:
+        if isinstance(token, Mapping) and token.get("content") == content:
             return int(token["id"])
     vocabulary = (tokenizer.get("model") or {}).get("vocab")
     found = vocabulary.get(content) if isinstance(vocabulary, Mapping) else None
@@ -382,12 +388,16 @@ def _token_id(directory: Path, about: Fields, content: str) -> int | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An optional file; nothing if it is not there, or not a JSON object."""
+    """An optional file, which has to be a JSON object if it is there."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
         return {}
-    return fields if isinstance(fields, dict) else {}
+    except ValueError as error:
+        raise EngineError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise EngineError(f"{path} is not a JSON object")
+    return fields
 
 
 def describe(name: str, directory: Path) -> BaseModel:
@@ -422,9 +432,7 @@ def _frequencies(rope: Fields, channels: int) -> torch.Tensor:
 
 def _llama3(frequencies: torch.Tensor, rope: Fields) -> torch.Tensor:
     """Slow rotations are divided by `factor`, quick ones kept, and those between interpolated."""
-    trained, low, high = (
-        float(rope[name]) for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-    )
+    trained, low, high = (float(rope[name]) for name in (TRAINED, "low_freq_factor", "high_freq_factor"))
     turns = trained * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - keep) * frequencies / float(rope["factor"]) + keep * frequencies

@@ -8,6 +8,7 @@ Axes: T positions of a prompt, V vocabulary, K likeliest tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -45,9 +46,7 @@ MAX_TOPK = 1024
 MARGIN = 8
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 BYTES = 4
-"""Most bytes of a character."""
-PATIENCE = 8
-"""How many times as many tokens as are enough are kept while they are no text."""
+"""Most bytes of a character, and so most tokens."""
 ALTERNATIVES = 1 << 32
 """Alternative tokens of prompts draw from streams beyond those of any sample."""
 BARE_WEIGHTS = 0
@@ -107,32 +106,39 @@ class _Text:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._patient = 0
-        """Up to so many tokens, none are forgotten."""
+        """Up to so many tokens it is not tried again to forget some."""
 
     def add(self, token: int, keep: int) -> str:
         """The text after one more token: its part, and at least the `keep` characters before it."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
-        enough = keep + MARGIN
-        if len(text) > 2 * enough and len(self._tokens) > self._patient:
-            self._shorten(enough)
-            self._patient = len(self._tokens) + enough // 2
+        enough, count = keep + MARGIN, len(self._tokens)
+        if count > 2 * BYTES * enough:  # no text, perhaps; so many are enough for any
+            self._forget(self._whole(count - BYTES * enough))
+        elif len(text) > 2 * enough and count > self._patient:
+            self._patient = count + enough // 2
+            self._shorten(enough, count / len(text))
         return text
 
-    def _shorten(self, enough: int) -> None:
-        """Forget the first tokens, if what follows them is enough and begins with a whole character."""
-        for start in range(len(self._tokens) - 1, 0, -1):
-            if self._is_whole(start, enough):
-                del self._tokens[:start]
+    def _shorten(self, enough: int, tokens_a_character: float) -> None:
+        """Forget the first tokens, if what follows them is text, and enough of it."""
+        for generous in (1.0, 1.25, 1.5):
+            start = self._whole(len(self._tokens) - math.ceil(enough * tokens_a_character * generous))
+            rest = self._decode(self._tokens[start:])
+            if len(rest) >= enough and BROKEN not in rest:
+                self._forget(start)
                 return
-        if len(self._tokens) > PATIENCE * enough:  # no text, and it will not become any
-            del self._tokens[: -2 * enough]
 
-    def _is_whole(self, start: int, enough: int) -> bool:
-        """Whether the tokens from there on are text, but for a character at their end that has begun."""
-        count = len(self._tokens)
-        texts = (self._decode(self._tokens[start:end]) for end in range(count, max(start, count - BYTES), -1))
-        return any(len(text) >= enough and BROKEN not in text for text in texts)
+    def _whole(self, start: int) -> int:
+        """The last place up to there at which a character begins."""
+        for at in range(start, max(0, start - BYTES), -1):
+            if any(BROKEN not in self._decode(self._tokens[at : at + some]) for some in range(1, BYTES + 1)):
+                return at
+        return max(0, start)
+
+    def _forget(self, start: int) -> None:
+        del self._tokens[:start]
+        self._patient = 0
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)

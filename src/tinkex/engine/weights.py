@@ -68,10 +68,11 @@ class _Tensors:
         return tensor
 
     def differ(self, one: str, other: str) -> bool:
-        """Whether both tensors are there and are not the same."""
+        """Whether both tensors are there, in the same shape, and are not the same."""
         if one not in self._where or other not in self._where:
             return False
-        return not torch.equal(self._where[one].get_tensor(one), self._where[other].get_tensor(other))
+        first, second = (self._where[name].get_tensor(name) for name in (one, other))
+        return first.shape == second.shape and not torch.equal(first, second)
 
     def finish(self, ignored: Iterable[str]) -> None:
         """Every tensor must have been read: one left over means another architecture."""
@@ -87,7 +88,7 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
     with ExitStack() as stack:
         tensors = _Tensors(directory, stack)
         if config.tied and tensors.differ("lm_head.weight", "model.embed_tokens.weight"):
-            config = replace(config, tied=False)  # as transformers has it: a head of its own is there to be used
+            config = replace(config, tied=False)  # as transformers 5 has it: a head of its own is there to be used
         decoder = assemble(config, tensors, dtype, device)
         tensors.finish(["lm_head.weight"] if config.tied else [])
     return decoder

@@ -231,10 +231,14 @@ static void *member(void *given) {
         int leaving = team->leaving, takes_part = self.number < team->active;
         seen = team->calls;
 #if defined(__linux__)
-        if (takes_part && team->placed) pthread_setaffinity_np(pthread_self(), sizeof(cpu_set_t), &team->anywhere);
+        int placed = takes_part && team->placed;
+        cpu_set_t anywhere = team->anywhere;
 #endif
         pthread_mutex_unlock(&team->lock);
         if (leaving) return NULL;
+#if defined(__linux__)
+        if (placed) pthread_setaffinity_np(pthread_self(), sizeof(cpu_set_t), &anywhere);
+#endif
         if (takes_part) team->work(self.number, team->about);
     }
 }
