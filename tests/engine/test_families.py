@@ -389,6 +389,7 @@ def test_other_architectures_are_refused_with_the_list(checkpoint: Checkpoint) -
         ({"num_key_value_heads": 8}, "num_attention_heads is 4, which num_key_value_heads, 8, does not divide"),
         ({"num_attention_heads": [4, 4]}, r"num_attention_heads must be a positive whole number, and is \[4, 4\]"),
         ({"vocab_size": None}, "vocab_size must be a positive whole number, and is None"),
+        ({"vocab_size": float("inf")}, "vocab_size must be a positive whole number, and is inf"),
         ({"head_dim": 5}, "heads of 5 channels"),
         ({"head_dim": -8}, "head_dim must be a positive"),
         ({"layer_types": ["chunked_attention"] * 2}, "layers of type 'chunked_attention' are not supported"),

@@ -175,7 +175,7 @@ def _activation(fields: Fields) -> str:
 def _size(fields: Fields, name: str) -> int:
     """A number that has to be a whole one, and more than none."""
     value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or not float(value).is_integer():
         raise EngineError(f"{name} must be a positive whole number, and is {value!r}")
     return int(value)
 
