@@ -1,7 +1,7 @@
 """Lists every numbered requirement beside the tests that show it.
 
 Run `python tools/coverage.py` for the whole table, with `--missing` for what no test shows yet (which fails while there
-is any), with names of groups (`C D 24 W S Q 1 4 1.16`) for those alone. A test shows a requirement when it carries
+is any), with names of groups (`C D 24 W S Q 1 4 U 1.16`) for those alone. A test shows a requirement when it carries
 `@pytest.mark.covers("C24")` and would turn red without it. The markers are read from the sources; no test is imported.
 What the numbers stand for is in `requirements.py`.
 """

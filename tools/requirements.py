@@ -2,7 +2,8 @@
 
 C capabilities, D defects of the older client that are not to be repeated, 24 the edge cases of its acceptance list, W
 weaknesses of the official client, S rules of a server, Q surprises of the older client's extras, 1 what surrounds the
-core (section/row of its list), 4 what was asked for beyond it, 1.16 the command line. Where the design decided
+core (section/row of its list), 4 what was asked for beyond it, 1.16 the command line, U what changed with version 0.38
+of the official client. Where the design decided
 otherwise than the older clients, the words here are what was decided.
 """
 
@@ -716,13 +717,74 @@ COMMAND_LINE = """
 1.16.7 sizes and times as people read them
 """
 
+SDK_038 = """
+U1 the client futures and `SamplingClientKind` are found where the official package has them
+U2 creating a training client returns at once, with an object that poses as the client
+U3 every way to wait for a client future gives the same client
+U4 a timeout of `result` leaves the creation running; one of `result_async` cancels it
+U5 the repr of a client future shows its state
+U6 public attributes of a client future warn, wait and read from the client; private ones raise at once
+U7 every public method of a client works on its future and warns; a failed creation raises its error
+U8 a sampling client future pickles as the client; a training client future does not pickle
+U9 errors of arguments are raised in the call, errors of a path by the future
+U10 tasks and gather take client, sample, training and REST futures
+U11 a sample future is a concurrent future too; its concurrent methods warn once
+U12 a done callback on a sample future fires although nobody waits
+U13 `APIFuture.future` is abstract and `APIFuture.coroutine` a coroutine function
+U14 REST and admin methods return an `APIFuture` without the concurrent methods
+U15 every `_async` twin works, warns when called and is marked as deprecated
+U16 `search_sessions_async` is gone; `RestClient.get_server_capabilities` makes no session
+U17 `ServiceClient.get_server_capabilities` still works and warns
+U18 what is learnt when a client is made is answered without a request
+U19 the order of requests of a new and of a resumed training client
+U20 the fields of `load_weights` when a run is resumed
+U21 `samplers/{id}` is asked only for a sampler made of a path alone
+U22 every sampler save carries its kind; a wrong one does not break the client
+U23 every request names the public method that it serves
+U24 the batched poller acknowledges without holding a request
+U25 a rejected token is renewed once for all, and each request is sent once more
+U26 a token is renewed at half of its life; an expired one is never sent
+U27 a refused telemetry batch is dropped, and errors do not wait for it
+U28 a training pause is logged after 15 minutes, a sampling pause at once
+U29 a custom loss reserves its numbers and returns at once
+U30 a custom loss runs on a thread of its own
+U31 a custom loss that fails stops the later training requests of its client only
+U32 a rejected chunk or a cancelled queued call holds nothing up
+U33 handles carry the base model; those without it are read too
+U34 blocking on the SDK's own loop raises an error
+U35 the clients have no other public method that returns a future
+U36 methods can be replaced on the client class, also for its futures
+U37 a service client works as a plain context manager inside an event loop
+U38 storage events show whether they are free; listing models makes no session
+U39 version 0.39: base models of checkpoints, search of checkpoints, uploads of external weights
+U40 the cookbook's own tests and loops have the same outcomes as with the official client
+U41 unmodified 0.38.0 and 0.36.0 clients complete the loop
+U42 the server answers `get_info` as soon as the model is there
+U43 the server makes a run of a checkpoint, with its rank, flags and optimizer
+U44 a batched poll with timeout 0 is answered at once; acknowledged results may be freed
+U45 a rejected token is marked as such, a wrong key is not
+U46 reserved numbers that never come hold nobody else up
+U47 inflight samplers of a run follow its newest inflight save
+U48 an inflight save neither ends nor restarts a running sample
+U49 prefixes are shared within an inflight session only
+U50 a snapshot's samples do not change with inflight saves
+U51 an inflight save with a path, and another kind, are the caller's errors
+U52 sampling records last a day, and are renewed by use; other ids are the caller's errors
+U53 the spans that `stable_reinforce` takes and refuses
+U54 `stable_reinforce`: its setting, its output, its gradient on policy
+U55 earlier nameless samplers of a run stay usable
+U56 a sample says how many prompt tokens came from the cache
+U57 an OpenAI-compatible model may be a base model with a sampler path
+"""
+"""What changed with version 0.38 of the official client, for client and server."""
+
 REQUIREMENTS = _rows(
-    CAPABILITIES, DEFECTS, CHECKLIST, WEAKNESSES, SERVER_RULES, SURPRISES, EXTRAS, BEYOND, COMMAND_LINE
+    CAPABILITIES, DEFECTS, CHECKLIST, WEAKNESSES, SERVER_RULES, SURPRISES, EXTRAS, BEYOND, COMMAND_LINE, SDK_038
 )
 
 
 def group_of(number: str) -> str:
-    """The group a number belongs to: C, D, 24, W, S, Q, 1 and 4 for the extras, 1.16 for the command line."""
+    """The group a number belongs to: C, D, 24, W, S, Q, 1 and 4 for the extras, U, 1.16 for the command line."""
     if number.startswith("1.16."):
         return "1.16"
     return number.partition(".")[0] if number[0].isdigit() else number[0]
