@@ -15,7 +15,7 @@ help:
 	@echo "make kernels     run the GPU's kernels without a GPU, by Triton's interpreter, and compile them for some"
 	@echo "make crash       kill the server again and again while two clients train, save and sample"
 	@echo "make versions    run the loop with ten versions of the official client"
-	@echo "make cookbook    run tinker-cookbook's tests and loops with the official client and with tinkex"
+	@echo "make cookbook    run the tests and loops of two tinker-cookbooks with the official client and with tinkex"
 	@echo "make examples    run all examples, each of which proves what it shows"
 	@echo "make lint        linter, formatter in check mode, strict types, layers"
 	@echo "make format      format the code"
@@ -101,4 +101,4 @@ $(VENV)-docs/.docs: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-triton .venv-clients .venv-cookbook dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-triton .venv-clients .venv-cookbook-* dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -25,8 +25,11 @@ SOURCE = Path(os.environ["COOKBOOK_SOURCE"])
 MODEL = "Qwen/Qwen3-8B-Base"
 CLIENTS = ("official", "tinkex")
 SERVERS = ("embedded", "separate")
-PASSED = 1500
-"""At least so many of the cookbook's tests need nothing but what is installed."""
+VERSION = os.environ["COOKBOOK_VERSION"]
+PASSED = {"0.5.8": 1500, "0.6.1": 1890}[VERSION]
+"""The least number of the cookbook's tests that pass without files from the hub."""
+LEFT_TO_CHANCE = ("off policy",)
+"""Loops whose figures depend on which sample ends first."""
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -148,6 +151,12 @@ def test_every_loop_does_what_it_is_for(loops: Loops, client: str, server: str) 
     assert max(map(abs, found["rewards"]["optim/kl_sample_train_v1"])) < 1e-4  # what is sampled is what is trained
     assert len(set(found["rewards"]["env/all/reward/total"])) > 1
     assert len(found["evaluation"]) == 2
+    if VERSION != "0.5.8":
+        assert all(map(math.isfinite, found["plain rewards"]["loss:sum"]))
+        assert len(found["plain rewards"]["loss:sum"]) == 3
+        assert len(found["off policy"]["loss:sum"]) >= 4
+        assert all(map(math.isfinite, found["off policy"]["loss:sum"]))
+        assert max(map(abs, found["off policy"]["optim/kl_sample_train_v1"])) < 0.1
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -171,5 +180,7 @@ def test_the_figures_are_the_same_with_both_clients_and_both_servers(loops: Loop
     assert found.keys() == standard.keys()
     for loop, figures in standard.items():
         assert found[loop].keys() == figures.keys()
+        if loop in LEFT_TO_CHANCE:
+            continue
         for name, values in figures.items():
             assert found[loop][name] == pytest.approx(values, rel=1e-4, abs=1e-5), (loop, name)

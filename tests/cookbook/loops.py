@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib.metadata
 import json
 import random
 import sys
@@ -23,6 +24,8 @@ from typing import Any
 MODEL = "Qwen/Qwen3-8B-Base"
 """A name that the cookbook knows the renderer of; the bundled model answers to it."""
 RENDERER = "role_colon"
+IS_CURRENT = importlib.metadata.version("tinker_cookbook") != "0.5.8"
+"""Whether the cookbook has loops that train with `stable_reinforce` by default."""
 SEED = 7
 RATE = 3e-3
 SMALL_RATE = 3e-4
@@ -51,20 +54,30 @@ def embedded(client: str, directory: Path) -> Iterator[str]:
 
 
 def settle_chance(tinker: Any) -> None:
-    """Give every adapter and every sample a seed, which the cookbook leaves to chance; by patching, as it does."""
+    """Give every adapter and every sample a seed, by patching the classes, as the cookbook does."""
     for name in ("create_lora_training_client", "create_lora_training_client_async"):
         create = getattr(tinker.ServiceClient, name)
         setattr(tinker.ServiceClient, name, functools.partialmethod(_seeded, create))
-    sample, asked = tinker.SamplingClient.sample_async, Counter[tuple[int, ...]]()
+    plain, twin = tinker.SamplingClient.sample, tinker.SamplingClient.sample_async
+    asked = Counter[tuple[int, ...]]()
 
-    async def sample_async(self: Any, prompt: Any, num_samples: int, sampling_params: Any, **options: Any) -> Any:
-        tokens = tuple(prompt.to_ints())
+    def seeded(options: dict[str, Any]) -> dict[str, Any]:
+        if options["sampling_params"].seed is not None:  # one method may call the other
+            return options
+        tokens = tuple(options["prompt"].to_ints())
         asked[tokens] += 1
         seed = random.Random(f"{tokens} {asked[tokens]}").getrandbits(31)
-        seeded = sampling_params.model_copy(update={"seed": seed})
-        return await sample(self, prompt=prompt, num_samples=num_samples, sampling_params=seeded, **options)
+        return {**options, "sampling_params": options["sampling_params"].model_copy(update={"seed": seed})}
 
-    tinker.SamplingClient.sample_async = sample_async
+    def sample(self: Any, prompt: Any, num_samples: int, sampling_params: Any, **options: Any) -> Any:
+        options |= {"prompt": prompt, "num_samples": num_samples, "sampling_params": sampling_params}
+        return plain(self, **seeded(options))
+
+    async def sample_async(self: Any, prompt: Any, num_samples: int, sampling_params: Any, **options: Any) -> Any:
+        options |= {"prompt": prompt, "num_samples": num_samples, "sampling_params": sampling_params}
+        return await twin(self, **seeded(options))
+
+    tinker.SamplingClient.sample, tinker.SamplingClient.sample_async = sample, sample_async
 
 
 NOTED: dict[str, list[Any]] = {}
@@ -72,13 +85,19 @@ NOTED: dict[str, list[Any]] = {}
 
 
 def note_passes(tinker: Any) -> None:
-    """Keep what becomes of every pass: a weight that is wrong everywhere leaves no trace in what Adam learns."""
+    """Keep the future of every pass, so that the losses of all passes can be compared."""
     trainer = tinker.TrainingClient
-    plain, custom = trainer.forward_backward_async, trainer.forward_backward_custom
+    plain, twin, custom = trainer.forward_backward, trainer.forward_backward_async, trainer.forward_backward_custom
+
+    def forward_backward(self: Any, *args: Any, **options: Any) -> Any:
+        future = plain(self, *args, **options)
+        NOTED.setdefault("plain", []).append(future)
+        return future
 
     async def forward_backward_async(self: Any, *args: Any, **options: Any) -> Any:
-        future = await plain(self, *args, **options)
-        NOTED.setdefault("plain", []).append(future)
+        future = await twin(self, *args, **options)
+        if not any(future is noted for noted in NOTED.get("plain", ())):  # one method may call the other
+            NOTED.setdefault("plain", []).append(future)
         return future
 
     def forward_backward_custom(self: Any, *args: Any, **options: Any) -> Any:
@@ -86,7 +105,8 @@ def note_passes(tinker: Any) -> None:
         NOTED.setdefault("custom", []).append(future)
         return future
 
-    trainer.forward_backward_async, trainer.forward_backward_custom = forward_backward_async, forward_backward_custom
+    trainer.forward_backward, trainer.forward_backward_custom = forward_backward, forward_backward_custom
+    trainer.forward_backward_async = forward_backward_async
 
 
 def losses(call: str) -> dict[str, list[float]]:
@@ -234,6 +254,68 @@ def rewards(url: str, log: Path, start: str) -> dict[str, list[float]]:
     return figures(log, *names) | losses("plain")
 
 
+def off_policy(url: str, log: Path, start: str) -> dict[str, list[float]]:
+    """Run the asynchronous RL loop with its default loss; its samples are up to two steps old."""
+    from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDatasetBuilder
+    from tinker_cookbook.rl import train
+
+    config = train.Config(
+        log_path=str(log),
+        model_name=MODEL,
+        recipe_name="off policy",
+        renderer_name=RENDERER,
+        dataset_builder=ArithmeticDatasetBuilder(
+            batch_size=4, model_name_for_tokenizer=MODEL, renderer_name=RENDERER, n_batches=8, group_size=6
+        ),
+        async_config=train.AsyncConfig(max_steps_off_policy=2, groups_per_batch=4),
+        load_checkpoint_path=start,
+        learning_rate=SMALL_RATE,
+        lora_rank=8,
+        max_tokens=12,
+        base_url=url,
+        eval_every=0,
+        save_every=0,
+        max_steps=5,
+    )
+    assert config.training_loss_fn() == "stable_reinforce"
+    asyncio.run(train.main(config))
+    return figures(log, "env/all/reward/total", "optim/kl_sample_train_v1") | losses("plain")
+
+
+def plain_rewards(url: str, log: Path) -> dict[str, list[float]]:
+    """Run the cookbook's one-file RL loop with its default loss, on sums and with a reward for variety."""
+    import datasets
+    from tinker_cookbook.recipes import rl_loop
+
+    rng = random.Random(SEED + 2)
+    rows = [(rng.randrange(50), rng.randrange(50)) for _ in range(12)]
+    sums = {
+        "question": [f"What is {a} + {b}?" for a, b in rows],
+        "answer": [f"#### {a + b}" for a, b in rows],
+    }
+    local = datasets.DatasetDict({"train": datasets.Dataset.from_dict(sums)})
+    fetch, reward = rl_loop.datasets.load_dataset, rl_loop.get_reward
+    rl_loop.datasets.load_dataset = lambda *_, **__: local
+    rl_loop.get_reward = lambda response, _: len(set(response)) / 10
+    try:
+        config = rl_loop.Config(
+            base_url=url,
+            log_path=str(log),
+            model_name=MODEL,
+            batch_size=4,
+            group_size=4,
+            learning_rate=SMALL_RATE,
+            lora_rank=8,
+            max_tokens=12,
+            save_every=0,
+        )
+        assert config.loss_fn == "stable_reinforce"
+        rl_loop.main(config)
+    finally:
+        rl_loop.datasets.load_dataset, rl_loop.get_reward = fetch, reward
+    return figures(log, "reward/total") | losses("plain")
+
+
 async def evaluation(url: str, path: str) -> dict[str, list[float]]:
     """How well a saved adapter adds, by the cookbook's evaluator: an evaluation without training."""
     import tinker
@@ -245,7 +327,9 @@ async def evaluation(url: str, path: str) -> dict[str, list[float]]:
     )
     problems, _ = await builder()
     service = tinker.ServiceClient(base_url=url)
-    sampler = await service.create_sampling_client_async(model_path=path, base_model=MODEL)
+    sampler: Any = service.create_sampling_client(model_path=path, base_model=MODEL)
+    if hasattr(tinker.APIFuture, "coroutine"):  # the client is made through a future
+        sampler = await sampler
     found = await RLTestSetEvaluator(problems, max_tokens=12)(sampler)
     await service.close("success")
     return {name: [value] for name, value in found.items() if name.endswith(("reward/total", "ac_tokens_per_turn"))}
@@ -276,6 +360,9 @@ def run_all(url: str, directory: Path) -> dict[str, dict[str, list[float]]]:
     start = last_checkpoint(directory / "supervised")
     found["preferences"] = preferences(url, directory / "preferences", start["state_path"])
     found["rewards"] = rewards(url, directory / "rewards", start["state_path"])
+    if IS_CURRENT:
+        found["plain rewards"] = plain_rewards(url, directory / "plain rewards")
+        found["off policy"] = off_policy(url, directory / "off policy", start["state_path"])
     found["evaluation"] = asyncio.run(evaluation(url, last_checkpoint(directory / "rewards")["sampler_path"]))
     return found
 
