@@ -18,6 +18,7 @@ import struct
 MARK = re.compile(rb'"request_id":\s*"([^"]*)"')
 SESSION = re.compile(rb'"sampling_session_id":\s*"([^"]*)"')
 CURSOR = re.compile(rb'"prev_cursor":\s*(\d+)')
+AT_ONCE = re.compile(rb'"timeout":\s*0')
 LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
 
@@ -94,6 +95,7 @@ SAMPLE = reply(sample_response(), PROTOBUF)
 FIXED = {
     b"client/dynamic_config": EMPTY,
     b"session_heartbeat": EMPTY,
+    b"get_info": reply(b'{"type":"get_info","model_id":"sess-1:train:0","model_data":{"model_name":"null"}}'),
     b"create_session": reply(b'{"session_id":"sess-1"}'),
     b"create_model": reply(b'{"request_id":"model"}'),
     b"optim_step": reply(b'{"request_id":"optim"}'),
@@ -255,6 +257,9 @@ class Connection(asyncio.Protocol):
             self.write(data)
             return
         nothing = reply(b'{"completions":[],"cursor":%d}' % place)
+        if AT_ONCE.search(body):
+            self.write(nothing)
+            return
         timer = asyncio.get_running_loop().call_later(self.state.hold, self.expire, log, nothing)
         log.waiting.append((self, place, timer))
 

@@ -68,7 +68,7 @@ class Subject:
         """One sample, made and read as a user does: a list of ints in, lists of ints and floats out."""
         prompt = self.types.ModelInput.from_ints(list(PROMPT))
         params = self.types.SamplingParams(max_tokens=128)
-        response = await sampler.sample_async(prompt=prompt, num_samples=1, sampling_params=params)
+        response = await sampler.sample(prompt=prompt, num_samples=1, sampling_params=params)
         sequence = response.sequences[0]
         if len(sequence.tokens) != 128 or len(sequence.logprobs) != 128:
             raise AssertionError("not the sample that the server sent")
@@ -88,7 +88,7 @@ class Subject:
         """CPU and wall time of a sample at each concurrency."""
 
         async def go() -> dict[str, Any]:
-            sampler = await self.service.create_sampling_client_async(base_model="null")
+            sampler = await self.service.create_sampling_client(base_model="null")
             sequence = await self.draw(sampler)
             result: dict[str, Any] = {"first": time.process_time()}
             result["digest"] = digest([*sequence.tokens, *sequence.logprobs])
@@ -106,7 +106,7 @@ class Subject:
         """Resident memory over many samples, after the first tenth."""
 
         async def go() -> dict[str, Any]:
-            sampler = await self.service.create_sampling_client_async(base_model="null")
+            sampler = await self.service.create_sampling_client(base_model="null")
             marks = []
             watch = Stopwatch()
             for _ in range(10):
@@ -120,7 +120,7 @@ class Subject:
 
     def idle(self, count: int, seconds: float) -> dict[str, Any]:
         """CPU time of pending futures, as a share of one core."""
-        sampler = self.service.create_sampling_client(base_model="hold")
+        sampler = self.service.create_sampling_client(base_model="hold").result()
         prompt = self.types.ModelInput.from_ints(list(PROMPT))
         params = self.types.SamplingParams(max_tokens=128)
         futures = [sampler.sample(prompt=prompt, num_samples=1, sampling_params=params) for _ in range(count)]
@@ -128,13 +128,13 @@ class Subject:
         watch = Stopwatch()
         time.sleep(seconds)
         cpu, wall = watch.read()
-        if any(future.done() for future in futures):
+        if any(future.future().done() for future in futures):
             raise AssertionError("a future that the server holds has ended")
         return {"cpu": cpu / wall, "wall": wall}
 
     def passes(self, kind: str, count: int, repeats: int) -> dict[str, Any]:
         """CPU and wall time of forward_backward per million tokens, and peak memory above the raw data."""
-        client = self.service.create_lora_training_client("null", rank=8)
+        client = self.service.create_lora_training_client("null", rank=8).result()
         small, raw = raw_data(kind, 2), raw_data(kind, count)
         takes_arrays = self.module.__name__ == "tinkex"
 
