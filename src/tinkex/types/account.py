@@ -153,6 +153,7 @@ class StorageBillingEvent(Record, BillingEventMark, frozen=True, kw_only=True):
 
     type: Literal["storage"] = "storage"
     gigabyte_hours: float
+    free: bool = False
 
 
 BillingEventInfo: TypeAlias = (

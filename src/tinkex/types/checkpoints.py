@@ -19,6 +19,8 @@ KINDS: dict[str, CheckpointType] = {
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
+SamplingClientKind: TypeAlias = Literal["snapshot", "inflight"]
+"""Which weights a sampling client uses: those it was made from, or the newest inflight save of its run."""
 SCHEME = "tinker://"
 CONSOLE = "https://tinker.thinkingmachines.ai"
 
@@ -143,6 +145,7 @@ class SaveWeightsForSamplerRequest(Record, frozen=True, kw_only=True):
     seq_id: Int64 | None = None
     ttl_seconds: Int64 | None = None
     user_metadata: dict[str, str] | None = None
+    kind: SamplingClientKind = "snapshot"
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
