@@ -14,7 +14,7 @@ help:
 	@echo "make slow        run the slow tests"
 	@echo "make kernels     run the GPU's kernels without a GPU, by Triton's interpreter, and compile them for some"
 	@echo "make crash       kill the server again and again while two clients train, save and sample"
-	@echo "make versions    run the loop with ten versions of the official client"
+	@echo "make versions    run the loop with eleven versions of the official client"
 	@echo "make cookbook    run the tests and loops of two tinker-cookbooks with the official client and with tinkex"
 	@echo "make examples    run all examples, each of which proves what it shows"
 	@echo "make lint        linter, formatter in check mode, strict types, layers"
@@ -82,12 +82,16 @@ $(VENV)/.local: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[local]'
 	@touch $@
 
-$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.official
 	@echo "setting up (once): installing tinkex and the test tools into $(VENV) …"
 	$(PIP) --editable '.[local,test,lint]'
 	command -v cc > /dev/null || $(PIP) --editable '.[native]' # a C compiler, for what samples on a CPU
-	$(BIN)/python tools/clients.py --quick
 	@touch $@ $(VENV)/.local
+
+$(VENV)/.official: constraints.txt tools/clients.py | $(BIN)/python
+	$(PIP) tinker
+	$(BIN)/python tools/clients.py --quick
+	@touch $@
 
 $(VENV)-triton/.triton: Makefile | $(BIN)/python
 	@echo "setting up (once): Triton, into $(VENV)-triton …"

@@ -17,8 +17,9 @@ import tinker
 from support import MODEL, whole_loop
 with tinker.ServiceClient() as service:
     whole_loop(service, tinker.types)
-    client = service.create_lora_training_client(MODEL, rank=2)
-    for tokenizer in (client.get_tokenizer(), service.create_sampling_client(base_model=MODEL).get_tokenizer()):
+    client = service.create_lora_training_client(MODEL, rank=2).result()
+    sampler = service.create_sampling_client(base_model=MODEL).result()
+    for tokenizer in (client.get_tokenizer(), sampler.get_tokenizer()):
         assert tokenizer.decode(tokenizer.encode("hello cat")) == "hello cat"
 print("whole loop done with", tinker.__version__)
 """
@@ -40,4 +41,4 @@ def test_official_client_runs_the_whole_loop(server_url: str) -> None:
         [sys.executable, "-c", OFFICIAL], env=environment, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "whole loop done with 0.36.0" in done.stdout
+    assert "whole loop done with 0.38.0" in done.stdout

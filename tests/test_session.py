@@ -82,7 +82,7 @@ def test_a_session_says_who_opens_it(faulty: FaultyServer, monkeypatch: pytest.M
     assert created.json == {
         "tags": tags,
         "user_metadata": metadata,
-        "sdk_version": "0.36.0",
+        "sdk_version": "0.38.0",
         "project_id": "p-7",
         "display_name": "my run",
         "type": "create_session",
@@ -467,7 +467,7 @@ def test_the_configuration_is_fetched_before_the_session_is_made(faulty: FaultyS
     paths = [seen.path for seen in faulty.seen]
     assert paths[:3] == ["client/config", "client/dynamic_config", "create_session"]
     hello = faulty.requests("client/dynamic_config")[0]
-    assert hello.json == {"sdk_version": "0.36.0"}
+    assert hello.json == {"sdk_version": "0.38.0"}
     assert hello.headers["x-stainless-read-timeout"] == "10"
 
 

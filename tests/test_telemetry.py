@@ -358,7 +358,7 @@ def test_a_session_from_its_start_to_its_end_on_the_wire(
     for body in bodies:
         assert set(body) == {"events", "platform", "sdk_version", "session_id", "process_uuid"}
         assert body["session_id"] == "session-1"
-        assert body["sdk_version"] == PROTOCOL_VERSION == "0.36.0"
+        assert body["sdk_version"] == PROTOCOL_VERSION == "0.38.0"
         assert body["platform"] == "Linux" if sys.platform == "linux" else body["platform"]
     assert len({body["process_uuid"] for body in bodies}) == 1
     begun, step, failed, ended = (event for body in bodies for event in body["events"])

@@ -68,7 +68,7 @@ def test_a_session_tells_its_beginning_and_its_end(hosted: FaultyServer) -> None
     wait_until(lambda: "SESSION_END" in kinds(hosted))
     assert kinds(hosted) == ["SESSION_START", "SESSION_END"]
     batches = [seen.json for seen in hosted.requests("telemetry")]
-    assert {(batch["session_id"], batch["sdk_version"]) for batch in batches} == {("s", "0.36.0")}
+    assert {(batch["session_id"], batch["sdk_version"]) for batch in batches} == {("s", "0.38.0")}
     assert [event["event_session_index"] for event in told(hosted)] == [0, 1]
     assert not reporter.is_alive
 

@@ -516,7 +516,7 @@ def headers_of(faulty: FaultyServer, **settings: Any) -> dict[str, str]:
 @pytest.mark.covers("C08", "C14", "24.code.3")
 def test_requests_say_who_makes_them(faulty: FaultyServer) -> None:
     sent = headers_of(faulty)
-    assert sent["x-stainless-package-version"] == protocol.PROTOCOL_VERSION == "0.36.0"
+    assert sent["x-stainless-package-version"] == protocol.PROTOCOL_VERSION == "0.38.0"
     assert sent["user-agent"] == f"tinkex/{tinkex.__version__} (python)"
     assert sent["x-stainless-os"] == {"Darwin": "MacOS"}.get(platform.system(), platform.system())
     assert sent["x-stainless-arch"] in ("x64", "arm64", "x32", platform.machine().lower())

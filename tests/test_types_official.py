@@ -51,7 +51,12 @@ OPTIONAL_HERE = {
     ("UnhandledExceptionEvent", "severity"): "usual for the class",
 }
 EXTRA_HERE = {
-    "ClientConfigResponse": {"batched_results", "fwd_via_fwdbwd", "proto_write_fwdbwd"},
+    "ClientConfigResponse": {
+        "batched_results",
+        "create_model_via_load_weights",
+        "fwd_via_fwdbwd",
+        "proto_write_fwdbwd",
+    },
     "FutureFailed": {"content_type", "inline_size"},
     "FutureFinished": {"content_type", "inline_size"},
     "FuturesRetrieveRequest": {"inline_bytes"},

@@ -145,7 +145,7 @@ def alike(found: Any, wanted: Any) -> bool:
 
 
 @pytest.mark.timeout(300)  # it may have to fetch two clients, and to run two
-@pytest.mark.covers("S1", "S2", "S3", "S5", "S7", "S8", "S11", "S13", "S20", "S24", "S28", "S32", "S36", "S37")
+@pytest.mark.covers("S1", "S2", "S3", "S5", "S7", "S8", "S11", "S13", "S20", "S24", "S28", "S32", "S36", "S37", "U41")
 @pytest.mark.parametrize("version", MATRIX)
 def test_a_client_of_any_version_runs_the_loop(version: str, server_url: str, loop: Loop) -> None:
     found = loop(version, server_url)
@@ -281,6 +281,25 @@ def test_the_elixir_dialect_trains_saves_loads_and_samples(wire: Wire) -> None:
     assert drawn[0]["sequences"][0]["stop_reason"] == "length"
     assert len(drawn[0]["sequences"][0]["logprobs"]) == 3
     assert wire.run("unload_model", {"model_id": model_id, "type": "unload_model"})["model_id"] == model_id
+
+
+@pytest.mark.covers("U41")
+@pytest.mark.parametrize("kind", [{}, {"kind": None}, {"kind": "snapshot"}], ids=["absent", "null", "snapshot"])
+def test_a_save_without_a_kind_is_a_snapshot(wire: Wire, kind: dict[str, Any]) -> None:
+    _, model_id = elixir_model(wire)
+    saving = {"model_id": model_id, "path": None, **kind}
+
+    def draw(sampler: str, seq_id: int) -> Any:
+        body = elixir_sample(sampling_session_id=sampler, seq_id=seq_id)
+        return wire.run("asample", body)["sequences"][0]["logprobs"]
+
+    first = wire.run("save_weights_for_sampler", {**saving, "sampling_session_seq_id": 0, "seq_id": 1})
+    before = draw(first["sampling_session_id"], 0)
+    wire.run("forward_backward", elixir_pass(model_id, 2))
+    wire.run("optim_step", step_json(model_id, 3))
+    second = wire.run("save_weights_for_sampler", {**saving, "sampling_session_seq_id": 1, "seq_id": 4})
+    assert draw(first["sampling_session_id"], 1) == before
+    assert draw(second["sampling_session_id"], 0) != before
 
 
 def elixir_sample(**fields: Any) -> dict[str, Any]:

@@ -16,10 +16,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DIRECTORY = Path(__file__).resolve().parent.parent / ".venv-clients"
-VERSIONS = ("0.15.0", "0.16.1", "0.18.1", "0.22.0", "0.24.1", "0.25.0", "0.26.2", "0.28.1", "0.30.4", "0.36.0")
+VERSIONS = (
+    "0.15.0",
+    "0.16.1",
+    "0.18.1",
+    "0.22.0",
+    "0.24.1",
+    "0.25.0",
+    "0.26.2",
+    "0.28.1",
+    "0.30.4",
+    "0.36.0",
+    "0.38.0",
+)
 """The versions at which what a client says, or expects to hear, changed."""
-QUICK = ("0.15.0", "0.36.0")
-"""The oldest and the newest, which are always tried."""
+QUICK = ("0.15.0", "0.36.0", "0.38.0")
+"""The oldest and the newest two, which are always tried."""
 ALSO = {"0.22.0": ("grpcio==1.85.1",)}
 """What a version imports and no other part of the environment does."""
 

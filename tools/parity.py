@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "parity.md"
 
 CLIENTS = ["ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient"]
+CLIENT_FUTURES = ["BackcompatTrainingClientFuture", "BackcompatSamplingClientFuture"]
 # What `tinker` has outside its top level and `tinker.types`, and is nevertheless part of what users are told about.
 ELSEWHERE = {
     "AwaitableConcurrentFuture": "tinker.lib.public_interfaces",
@@ -180,12 +181,25 @@ def describe_call(function: Any, owner: Any = None) -> dict[str, Any]:
         "stub": not isinstance(function, type) and does_nothing(body),
     }
     kinds = [parameter["kind"] for parameter in parameters]
+    if owner is not None and kinds == list(VARIADIC) and (client := forwarded_to(owner, function.__name__)):
+        # A future of a client hands everything to the method of the client.
+        return found | {"parameters": describe_call(client)["parameters"]}
     if owner is not None and kinds == list(VARIADIC) and function.__name__.endswith("_async"):
         # What such a method takes is what the one takes that it hands everything to.
         twin = getattr(owner, function.__name__.removesuffix("_async"), None)
         if twin is not None:
             found |= {"parameters": describe_call(twin)["parameters"], "passes_to": twin.__name__}
     return found
+
+
+def forwarded_to(owner: type[Any], name: str) -> Any:
+    """Return the method of a base class, if it names its parameters; else None."""
+    for base in owner.__mro__[1:]:
+        if name in vars(base):
+            method = getattr(base, name)
+            kinds = [one.kind.name for one in inspect.signature(method).parameters.values() if one.name != "self"]
+            return None if kinds == list(VARIADIC) else method
+    return None
 
 
 def attributes_of(kinds: Sequence[type[Any]]) -> list[str]:
@@ -491,6 +505,7 @@ def sections(surface: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
 
     for client in CLIENTS:
         yield client, below(client)
+    yield "Futures of clients", [row for name in CLIENT_FUTURES for row in below(name)]
     others = ("APIFuture", "AwaitableConcurrentFuture", "LossHandle", "PerDatumLossFn", "RetryConfig", "RequestOptions")
     yield "Futures, losses, options", [row for name in others for row in below(name)]
     yield "auth", [compare(path, entries[path]) for path in entries if path.startswith("auth.")]

@@ -84,7 +84,7 @@ from tinkex.types.training import (
 )
 
 PREFIX = "/api/v1"
-PROTOCOL_VERSION = "0.36.0"
+PROTOCOL_VERSION = "0.38.0"
 """The official SDK version whose protocol this package speaks."""
 
 Traffic: TypeAlias = Literal["session", "train", "sample", "poll", "rest", "telemetry"]

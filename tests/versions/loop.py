@@ -20,6 +20,11 @@ PROMPT = [5, 6, 7, 8, 9]
 WAIT = 60
 
 
+def made(client: Any) -> Any:
+    """Return a new client; SDKs since 0.38 give a future of it."""
+    return client.result(WAIT) if hasattr(type(client), "result") else client
+
+
 def numbers(values: Any) -> list[Any]:
     """Numbers as JSON has them."""
     return [None if value is None else float(value) for value in values]
@@ -28,7 +33,7 @@ def numbers(values: Any) -> list[Any]:
 def trained(service: Any, types: Any, found: dict[str, Any]) -> Any:
     """Train, look without learning, save, go on, and do the same again from what was saved."""
     data = make_data(types)
-    client = service.create_lora_training_client(MODEL, rank=4, seed=7)
+    client = made(service.create_lora_training_client(MODEL, rank=4, seed=7))
     info = client.get_info()
     found["info"] = [info.model_data.model_name, info.is_lora, info.lora_rank]
     found["text"] = client.get_tokenizer().decode(client.get_tokenizer().encode("hello cat"))
@@ -40,20 +45,20 @@ def trained(service: Any, types: Any, found: dict[str, Any]) -> Any:
 
     state = client.save_state("resume").result(WAIT).path
     found["after saving"] = train(client, types, data, 3)
-    whole = service.create_training_client_from_state_with_optimizer(state)
+    whole = made(service.create_training_client_from_state_with_optimizer(state))
     found["resumed"] = train(whole, types, data, 3)
-    weights = service.create_training_client_from_state(state)
+    weights = made(service.create_training_client_from_state(state))
     found["resumed without optimizer"] = train(weights, types, data, 3)
-    later = service.create_lora_training_client(MODEL, rank=4)
+    later = made(service.create_lora_training_client(MODEL, rank=4))
     later.load_state_with_optimizer(state).result(WAIT)
     found["loaded"] = train(later, types, data, 3)
     found["saved"] = state.rpartition("/weights/")[2]
     with other_dialect(service):
-        changed = service.create_training_client_from_state_with_optimizer(state)
+        changed = made(service.create_training_client_from_state_with_optimizer(state))
         found["in another dialect"] = train(changed, types, data, 3)
     with small_chunks(service):
         found["in chunks"] = client.forward(data, "cross_entropy").result(WAIT).metrics["loss:sum"]
-        split = service.create_training_client_from_state_with_optimizer(state)
+        split = made(service.create_training_client_from_state_with_optimizer(state))
         found["trained in chunks"] = train(split, types, data, 3)
     refused(client, types, data, found)
 
@@ -150,9 +155,9 @@ def sampled(service: Any, types: Any, client: Any, found: dict[str, Any]) -> Non
     prompt = types.ModelInput.from_ints(PROMPT)
     params = types.SamplingParams(max_tokens=6, seed=3, temperature=0.9, stop=[])
     samplers = {
-        "named weights": service.create_sampling_client(model_path=path),
-        "nameless weights": client.save_weights_and_get_sampling_client(),
-        "base model": service.create_sampling_client(base_model=MODEL),
+        "named weights": made(service.create_sampling_client(model_path=path)),
+        "nameless weights": made(client.save_weights_and_get_sampling_client()),
+        "base model": made(service.create_sampling_client(base_model=MODEL)),
     }
     for name, sampler in samplers.items():
         for turn in ("", " again"):

@@ -184,6 +184,7 @@ ALONE = (
     "SampleRequest",
     "SampleResponse",
     "SampledSequence",
+    "SamplingClientKind",
     "SamplingParams",
     "SaveWeightsExternalRequest",
     "SaveWeightsForSamplerRequest",

@@ -19,8 +19,8 @@ class ClientConfigRequest(Record, frozen=True, kw_only=True):
     """Ask how to behave.
 
     Example:
-        >>> ClientConfigRequest(sdk_version="0.36.0").sdk_version
-        '0.36.0'
+        >>> ClientConfigRequest(sdk_version="0.38.0").sdk_version
+        '0.38.0'
     """
 
     sdk_version: str
@@ -48,7 +48,6 @@ class ClientConfigResponse(Record, frozen=True, kw_only=True):
     sample_enable_stuck_detection: bool = True
     sample_max_concurrent_requests: int = 2000
     use_pyqwest_transport: bool = True
-    create_model_via_load_weights: bool = False
     sample_use_retrieve_futures: bool = False
     custom_loss_server_side: bool = False
     sample_join_sampling_session: bool = False
@@ -58,6 +57,8 @@ class ClientConfigResponse(Record, frozen=True, kw_only=True):
     """Of clients before 0.25, which send passes as protobuf when they are told to; others do so anyway."""
     fwd_via_fwdbwd: bool = False
     """Of the same clients: a pass without a gradient goes the same way."""
+    create_model_via_load_weights: bool = False
+    """Read by clients before 0.38, which resume with one `load_weights` only when it is true."""
 
 
 class ClientDynamicConfigResponse(Record, frozen=True, kw_only=True):

@@ -134,7 +134,7 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
 
     Example:
         >>> told = {"event_id": "e-1", "event_session_index": 0, "timestamp": "2026-01-02T00:00:00Z"}
-        >>> shared = {"platform": "Linux", "sdk_version": "0.36.0", "session_id": "session-1", "process_uuid": "p"}
+        >>> shared = {"platform": "Linux", "sdk_version": "0.38.0", "session_id": "session-1", "process_uuid": "p"}
         >>> TelemetryBatch(events=[{"event": "SESSION_START", **told}], **shared).size
         1
     """
@@ -160,7 +160,7 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
             The batch.
 
         Example:
-            >>> shared = {"platform": "Linux", "sdk_version": "0.36.0", "session_id": "session-1", "process_uuid": "p"}
+            >>> shared = {"platform": "Linux", "sdk_version": "0.38.0", "session_id": "session-1", "process_uuid": "p"}
             >>> TelemetryBatch.from_list([], **shared).metadata["session_id"]
             'session-1'
         """
@@ -171,7 +171,7 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
 
         Example:
             >>> told = {"event_id": "e-1", "event_session_index": 0, "timestamp": "2026-01-02T00:00:00Z"}
-            >>> shared = {"platform": "Linux", "sdk_version": "0.36.0", "session_id": "session-1", "process_uuid": "p"}
+            >>> shared = {"platform": "Linux", "sdk_version": "0.38.0", "session_id": "session-1", "process_uuid": "p"}
             >>> TelemetryBatch.from_list([{"event": "SESSION_START", **told}], **shared).to_list()[0]["timestamp"]
             '2026-01-02T00:00:00Z'
         """
@@ -191,7 +191,7 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
         """The request that sends this batch.
 
         Example:
-            >>> shared = {"platform": "Linux", "sdk_version": "0.36.0", "session_id": "session-1", "process_uuid": "p"}
+            >>> shared = {"platform": "Linux", "sdk_version": "0.38.0", "session_id": "session-1", "process_uuid": "p"}
             >>> TelemetryBatch.from_list([], **shared).to_request().session_id
             'session-1'
         """
