@@ -518,7 +518,8 @@ def test_a_result_that_expires_leaves_its_log(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(run())
 
 
-def test_what_a_client_says_it_has_read_counts_as_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("U44")
+def test_results_that_a_client_reports_as_fetched_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(server: Inside) -> None:
         promises = server.state.promises
         (_, sampler), (_, other) = await server.sampler(), await server.sampler()
@@ -526,11 +527,58 @@ def test_what_a_client_says_it_has_read_counts_as_read(tmp_path: Path, monkeypat
         foreign = (await server.post("asample", sample_json(other, 0)))["request_id"]
         await promises.get(mine).done.wait()
         await promises.get(foreign).done.wait()
-        await server.post("retrieve_futures", asked(sampler))
+        cursor = (await server.post("retrieve_futures", asked(sampler)))["cursor"]
         assert not promises.get(mine).read
-        await server.post("retrieve_futures", asked(sampler, 0, retrieved_request_ids=[mine, foreign, "nothing"]))
-        assert promises.get(mine).read
+        reported = [mine, foreign, "nothing"]
+        answer = await server.post(
+            "retrieve_futures", asked(sampler, cursor, timeout=0, retrieved_request_ids=reported)
+        )
+        assert answer == {"completions": [], "cursor": cursor}
+        assert promises.get(mine) is None
+        assert promises.is_gone(mine)
         assert not promises.get(foreign).read
+
+    inside(FakeEngine(), tmp_path, body, monkeypatch)
+
+
+@pytest.mark.covers("U44")
+def test_a_poll_with_timeout_0_is_answered_at_once(wire: Wire) -> None:
+    sampler = sampler_of(wire)
+    began = time.monotonic()
+    assert wire.post("retrieve_futures", asked(sampler, timeout=0.0)) == {"completions": [], "cursor": 0}
+    name = wire.post("asample", sample_json(sampler, 0))["request_id"]
+    assert ids_of(wire.post("retrieve_futures", asked(sampler))) == [name]
+    again = wire.post("retrieve_futures", asked(sampler, timeout=0.0))
+    assert (ids_of(again), again["cursor"]) == ([name], 1)
+    assert wire.post("retrieve_futures", asked(sampler, 1, timeout=0.0)) == {"completions": [], "cursor": 1}
+    assert time.monotonic() - began < 10  # others are held for 15 s
+
+
+@pytest.mark.covers("U44")
+def test_results_that_are_never_reported_are_freed_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By age: soon after they were read, after a day otherwise; and with their session."""
+
+    async def body(server: Inside) -> None:
+        promises = server.state.promises
+        session, sampler = await server.sampler()
+        names = [(await server.post("asample", sample_json(sampler, number)))["request_id"] for number in range(3)]
+        for name in names:
+            await promises.get(name).done.wait()
+        await server.post("retrieve_futures", asked(sampler))
+        await server.post("retrieve_future", {"request_id": names[0]})
+        promises.sweep()
+        assert len(promises) == 3
+        now = promises._clock
+        promises._clock = lambda: now() + KEEP_READ + 1
+        promises.sweep()
+        assert [promises.get(name) is not None for name in names] == [False, True, True]
+        promises._clock = lambda: now() + 25 * 3600
+        promises.sweep()
+        assert len(promises) == 0
+        last = (await server.post("asample", sample_json(sampler, 3)))["request_id"]
+        await promises.get(last).done.wait()
+        server.state.end_session(session)
+        assert len(promises) == 0
 
     inside(FakeEngine(), tmp_path, body, monkeypatch)
 

@@ -455,6 +455,107 @@ def test_the_official_form_names_what_was_fetched(faulty: FaultyServer) -> None:
     assert {name for poll in polls for name in poll["retrieved_request_ids"]} >= {f"q{number}" for number in range(10)}
 
 
+# ── acknowledgements ─────────────────────────────────────────────────────────────────────────────
+
+
+def official(faulty: FaultyServer) -> Samples:
+    """A server that names what has ended, as the hosted service does."""
+    samples = Samples(faulty, sample_use_retrieve_futures=True)
+
+    def poll(seen: Seen) -> Answer:
+        cursor = seen.json["prev_cursor"]
+        named = [{"state": "finished", "request_id": name} for name in samples.log[cursor:]]
+        delay = 0.0 if seen.json.get("timeout") == 0 else 0.02
+        return Answer(body={"completions": named, "cursor": len(samples.log)}, delay=delay)
+
+    faulty.script("retrieve_futures", poll)
+    return samples
+
+
+def acks(samples: Samples) -> list[tuple[int, list[str]]]:
+    """The polls that were not to be held: cursor and reported requests."""
+    return [
+        (poll["prev_cursor"], poll["retrieved_request_ids"]) for poll in samples.polls() if poll.get("timeout") == 0
+    ]
+
+
+@pytest.mark.covers("U24")
+@pytest.mark.parametrize(("form", "reported"), [(official, ["q0"]), (Samples, [])], ids=["official", "inline"])
+def test_results_are_acknowledged_once_when_nothing_is_waited_for(
+    faulty: FaultyServer, form: Callable[[FaultyServer], Samples], reported: list[str]
+) -> None:
+    samples = form(faulty)
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m")
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [0]
+        assert acks(samples) == []
+        wait_until(lambda: acks(samples) == [(1, reported)])
+        assert all("timeout" not in poll for poll in samples.polls()[:-1])
+        count = settled(lambda: len(samples.polls()), 60)
+        assert count == len(samples.polls())
+        assert len(acks(samples)) == 1
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]) == [1, 2, 3]
+        wait_until(lambda: len(acks(samples)) == 2 and sampler._poller is not None and not sampler._poller._owes)
+    assert len(acks(samples)) == 2  # nothing was left for the end
+
+
+@pytest.mark.covers("U24")
+def test_acknowledgement_that_failed_is_sent_again_when_the_client_is_collected(faulty: FaultyServer) -> None:
+    samples = official(faulty)
+    answer = faulty._scripts["retrieve_futures"][0]
+    refuses = True
+
+    def poll(seen: Seen) -> Answer:
+        if refuses and seen.json.get("timeout") == 0:
+            return Answer(500, {"detail": "broken"})
+        assert callable(answer)
+        return answer(seen)
+
+    faulty.script("retrieve_futures", poll)
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m")
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [0]
+        wait_until(lambda: acks(samples) == [(1, ["q0"])])
+        settled(lambda: len(samples.polls()), 50)
+        assert len(acks(samples)) == 1  # it is not repeated in the meantime
+        refuses = False
+        del sampler
+        gc.collect()
+        wait_until(lambda: acks(samples) == [(1, ["q0"])] * 2)
+
+
+@pytest.mark.covers("U24")
+@pytest.mark.parametrize("how", ["close", "collect"])
+def test_end_of_a_session_acknowledges_what_came(faulty: FaultyServer, how: str) -> None:
+    samples = official(faulty)
+    service = ServiceClient(base_url=faulty.base_url, api_key="tml-x")
+    sampler = service.create_sampling_client(base_model="m")
+    assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [0]
+    assert acks(samples) == []
+    if how == "close":
+        service.close().result(10)
+        assert acks(samples) == [(1, ["q0"])]
+        assert faulty.seen[-1].path == "sessions/s/finish"
+    else:
+        del sampler, service
+        gc.collect()
+        wait_until(lambda: acks(samples) == [(1, ["q0"])])
+
+
+def test_closing_does_not_wait_long_for_an_acknowledgement(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pollers, "LAST_ACK_SECONDS", 0.2)
+    samples = official(faulty)
+    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
+        sampler = service.create_sampling_client(base_model="m")
+        assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [0]
+        faulty.script("retrieve_futures", Answer(body={"completions": [], "cursor": 1}, delay=60))
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert len(acks(samples)) == 1
+
+
 # ── many ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -580,4 +681,4 @@ def test_thousands_of_samples_leave_nothing_behind(
     assert exchange.submitted == count
     assert left_behind(sampler) == {}
     assert sampler._poller is not None
-    assert sampler._poller._fetched == []
+    assert not sampler._poller._fetched

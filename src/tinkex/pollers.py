@@ -3,14 +3,19 @@
 It is a convenience, and nothing depends on it alone. A sample that it cannot speak for is polled for by itself: when a
 poll fails, when a result is too large to come along, and when a sample has waited so long that the server may have
 forgotten about it (one that was restarted before its first word looks like one with nothing to say).
+
+The server keeps results until they are acknowledged. While samples are waited for, each poll acknowledges those before
+it. When none is, one poll with a timeout of 0 does, and then nothing is sent until the next sample.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
+import weakref
 from dataclasses import dataclass
 
 from tinkex import codec
@@ -33,6 +38,12 @@ DOUBT_SECONDS = 60.0
 """A sample that has waited for so long may be asked for by itself."""
 DOUBTED = 16
 """How many samples are, in each such time; if the poll missed one of them, all that have waited as long are."""
+ACK_DELAY = 0.2
+"""Seconds without a waiting sample before results are acknowledged: the next sample's poll does it for nothing."""
+LAST_ACK_SECONDS = 2.0
+"""Seconds that closing waits for the last acknowledgement."""
+MOST_FETCHED = 10_000
+"""Fetched results that are remembered until a poll can report them; the oldest are dropped beyond that."""
 NO_ENDPOINT = frozenset({404, 405, 501})
 
 
@@ -47,13 +58,29 @@ class BatchPoller:
 
     A submission is a block: `begin()`, then `outcome(request_id)` when the receipt is there, then `end(…)`. What the
     outcome's future gives is the reply that holds the result, or None when it has to be fetched by itself.
+
+    Args:
+        transport: Sends the polls.
+        sampling_session_id: The sampling session.
+        clone: The number of the client in that session.
+        inline: Ask for results in the answers.
+        owner: The client; when it is collected, results that are not acknowledged yet are.
     """
 
-    def __init__(self, transport: Transport, sampling_session_id: str, clone: int, *, inline: bool) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        sampling_session_id: str,
+        clone: int,
+        *,
+        inline: bool,
+        owner: object | None = None,
+    ) -> None:
         self._transport = transport
         self._target = SamplingSessionFuturesTarget(sampling_session_id=sampling_session_id, cloned_sampler_id=clone)
         self._inline = inline
-        self._cursor = 0
+        self._cursor = self._acknowledged = 0
+        """The cursor of the last answer, and the one that the server has been told last."""
         self._waiting: dict[str, _Waiter] = {}
         """By request; the one that has waited longest comes first."""
         self._submissions = 0
@@ -61,13 +88,17 @@ class BatchPoller:
         """The numbers of submissions whose receipts are not there yet; the oldest comes first."""
         self._early: dict[str, tuple[int, Reply | None]] = {}
         """Outcomes that nobody waits for yet, each with the number of the latest submission that it may belong to."""
-        self._fetched: list[str] = []
+        self._fetched: dict[str, None] = {}
+        """Results that were fetched by themselves, until a poll has reported them."""
         self._empty_polls = 0
         self._rests_until = self._doubted = float("-inf")
         self._in_doubt: set[str] = set()
         self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.is_usable = True
         """False once the server has said that it knows no such poll."""
+        if owner is not None:
+            weakref.finalize(owner, self._flush_soon).atexit = False
 
     # ── submissions ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -106,11 +137,15 @@ class BatchPoller:
         if not self._waiting and self._task is not None:
             self._task.cancel()
             self._task = None
+            self._acknowledge_later()
 
     def fetched(self, request_id: str, seconds: float) -> None:
         """Note that a result was asked for by itself, so that the server can forget it, and how long that took."""
         if self.is_usable:
-            self._fetched.append(request_id)
+            self._fetched[request_id] = None
+            if len(self._fetched) > MOST_FETCHED:
+                del self._fetched[next(iter(self._fetched))]
+            self._acknowledge_later()
         if request_id in self._in_doubt:
             self._in_doubt.remove(request_id)
             if seconds < HELD:  # it was there all along, or gone, and the poll has not said so
@@ -129,27 +164,12 @@ class BatchPoller:
             if self._task is asyncio.current_task():
                 self._task = None
                 self._release(len(self._waiting))
+                self._acknowledge_later()
 
     async def _turn(self) -> None:
         """One poll, and the wait after it where one is due; its cost is that of what has ended."""
-        fetched, self._fetched = self._fetched, []
-        request = FuturesRetrieveRequest(
-            target=self._target,
-            prev_cursor=self._cursor,
-            retrieved_request_ids=fetched,
-            inline_bytes=INLINE_BYTES if self._inline else None,
-        )
         sent = time.monotonic()
-        reply = await self._transport.poll(RETRIEVE_FUTURES, request, {"Accept": codec.JSON}, POLL_TIMEOUT)
-        if reply.status >= 300 and reply.status != 408:
-            raise self._transport.refusal(RETRIEVE_FUTURES, reply)
-        head, results = await self._read(reply)
-        is_news = head.cursor > self._cursor
-        if head.cursor < self._cursor:  # the server has begun anew: what was asked for may never be mentioned again
-            self._release(len(self._waiting))
-        self._cursor = head.cursor
-        for completion in head.completions:
-            self._settle(completion.request_id, results.get(completion.request_id))
+        is_news = await self._poll()
         if time.monotonic() - self._doubted >= DOUBT_SECONDS:
             self._doubt(DOUBTED)
         spent = time.monotonic() - sent
@@ -160,6 +180,35 @@ class BatchPoller:
         else:  # a server that does not hold polls must not be asked in a hot loop
             self._empty_polls += 1
             await asyncio.sleep(backoff(self._empty_polls, first=0.05, most=1.0))
+
+    async def _poll(self, timeout: float | None = None) -> bool:
+        """Poll once and take the answer; return whether anything has ended.
+
+        Args:
+            timeout: Seconds that the server may hold the poll; None leaves that to the server.
+        """
+        cursor, fetched = self._cursor, list(self._fetched)
+        request = FuturesRetrieveRequest(
+            target=self._target,
+            prev_cursor=cursor,
+            timeout=timeout,
+            retrieved_request_ids=fetched,
+            inline_bytes=INLINE_BYTES if self._inline else None,
+        )
+        reply = await self._transport.poll(RETRIEVE_FUTURES, request, {"Accept": codec.JSON}, POLL_TIMEOUT)
+        if reply.status >= 300 and reply.status != 408:
+            raise self._transport.refusal(RETRIEVE_FUTURES, reply)
+        head, results = await self._read(reply)
+        for request_id in fetched:
+            self._fetched.pop(request_id, None)
+        self._acknowledged = cursor
+        is_news = head.cursor > self._cursor
+        if head.cursor < self._cursor:  # the server has begun anew: what was asked for may never be mentioned again
+            self._release(len(self._waiting))
+        self._cursor = head.cursor
+        for completion in head.completions:
+            self._settle(completion.request_id, results.get(completion.request_id))
+        return is_news
 
     async def _read(self, reply: Reply) -> tuple[FuturesRetrieveResponse, dict[str, tuple[str, bytes]]]:
         if reply.status == 408:
@@ -179,15 +228,65 @@ class BatchPoller:
         elif not waiter.future.done():
             waiter.future.set_result(reply)
 
+    # ── acknowledgements ─────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _owes(self) -> bool:
+        """Whether the server has not been told of everything that came."""
+        return self.is_usable and (bool(self._fetched) or self._acknowledged != self._cursor)
+
+    def _acknowledge_later(self) -> None:
+        """Acknowledge what came, unless a sample is waited for soon."""
+        if self._timer is None and self._owes:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(ACK_DELAY, self._acknowledge_now)
+
+    def _acknowledge_now(self) -> None:
+        self._timer = None
+        if self._task is None and self._owes:
+            self._task = runtime().task(self._acknowledge())
+
+    async def _acknowledge(self) -> None:
+        """Poll without being held, until all is acknowledged; what fails is left to the next poll."""
+        try:
+            while self._owes and not self._waiting:
+                await self._poll(timeout=0.0)
+        except (TinkerError, ValueError) as error:
+            self._learn(error)
+        finally:
+            if self._task is asyncio.current_task():
+                self._task = None
+        if self._waiting and self._task is None:
+            self._task = runtime().task(self._run())
+
+    async def flush(self) -> None:
+        """Acknowledge what came, as far as that takes little time: nothing is sent after this."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_ACK_SECONDS):
+                if self._task is not None and not self._waiting:
+                    await asyncio.wait({self._task})
+                elif self._task is None and self._owes:
+                    self._task = runtime().task(self._acknowledge())
+                    await asyncio.wait({self._task})
+
+    def _flush_soon(self) -> None:
+        """In any thread: acknowledge what came, since the client has been collected."""
+        if self._owes:
+            runtime().release(self.flush())
+
     # ── when it cannot be relied on ──────────────────────────────────────────────────────────────────────────────
 
-    def _give_up(self, error: Exception) -> None:
-        """When a poll fails, each result is polled for by itself, and new ones for a while."""
+    def _learn(self, error: Exception) -> None:
+        """Take note of what a failed poll says of the server."""
         if getattr(error, "status_code", None) in NO_ENDPOINT:
             self.is_usable = False
             self._fetched.clear()
         if isinstance(error, GoneError):
-            self._cursor = 0  # it was of an earlier life of the server
+            self._cursor = self._acknowledged = 0  # it was of an earlier life of the server
+
+    def _give_up(self, error: Exception) -> None:
+        """When a poll fails, each result is polled for by itself, and new ones for a while."""
+        self._learn(error)
         self._rests_until = time.monotonic() + REST_SECONDS
         logger.debug("batched polling: %s; %d results are polled for one by one", error, len(self._waiting))
 

@@ -398,9 +398,9 @@ class SamplingClient:
         if not (server.batched_results or server.sample_use_retrieve_futures):
             return None
         if self._poller is None:
-            self._poller = BatchPoller(
-                self._session.transport, self.sampling_session_id, self._block or 0, inline=server.batched_results
-            )
+            transport, inline = self._session.transport, server.batched_results
+            self._poller = BatchPoller(transport, self.sampling_session_id, self._block or 0, inline=inline, owner=self)
+            self._session.pollers.add(self._poller)
         return self._poller if self._poller.is_usable else None
 
     async def _submit(self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None) -> Receipt:

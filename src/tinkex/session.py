@@ -23,6 +23,7 @@ from tinkex.dialects import Receipt
 from tinkex.errors import APIStatusError, GoneError, NotFoundError, TinkerError
 from tinkex.futures import Future, QueueNotice, retrieve, start
 from tinkex.limits import DispatchGate, shared_gate, shared_response_budget
+from tinkex.pollers import BatchPoller
 from tinkex.protocol import PROTOCOL_VERSION, Operation
 from tinkex.runtime import runtime
 from tinkex.telemetry import Reporter
@@ -85,13 +86,15 @@ class Session:
         self._cancels: asyncio.Semaphore | None = None
         self.telemetry: Reporter | None = None
         self._reporters: list[Reporter] = []  # for the finalizer, which must not refer to the session
+        self.pollers: weakref.WeakSet[BatchPoller] = weakref.WeakSet()
+        """The batched polls of this session's samplers; each is flushed before the connections are closed."""
         self._trials: set[asyncio.Future[Reply]] = set()
         self._pending: set[Future[Any]] = set()
         self._finishing: asyncio.Future[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
         self._renewing = asyncio.Lock()
         # When the last client lets go, the transport must still be closed: on the loop, without holding the session.
-        weakref.finalize(self, _close_transport, self.transport, self._reporters).atexit = False
+        weakref.finalize(self, _close_transport, self.transport, self._reporters, self.pollers).atexit = False
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the runtime once the session is open; a failure to open is its failure."""
@@ -338,6 +341,7 @@ class Session:
 
     async def _finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
         await self._settle(reason)
+        await _flush(self.pollers)
         try:
             if self.session_id and not self.is_shadow:
                 request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)
@@ -375,8 +379,18 @@ def shadow_of(config: Config, session_id: str) -> Session:
     return shadow
 
 
-def _close_transport(transport: Transport, reporters: list[Reporter]) -> None:
-    runtime().release(_let_go(transport, reporters))
+def _close_transport(transport: Transport, reporters: list[Reporter], pollers: weakref.WeakSet[BatchPoller]) -> None:
+    runtime().release(_drop(transport, reporters, pollers))
+
+
+async def _drop(transport: Transport, reporters: list[Reporter], pollers: weakref.WeakSet[BatchPoller]) -> None:
+    await _flush(pollers)
+    await _let_go(transport, reporters)
+
+
+async def _flush(pollers: weakref.WeakSet[BatchPoller]) -> None:
+    """Acknowledge the results that batched polls brought; no failure, and no long wait."""
+    await asyncio.gather(*(poller.flush() for poller in list(pollers)))
 
 
 async def _let_go(transport: Transport, reporters: list[Reporter]) -> None:

@@ -60,7 +60,7 @@ async def poll(state: State, request: FuturesRetrieveRequest) -> FuturesRetrieve
     for request_id in request.retrieved_request_ids:
         promise = state.promises.get(request_id)
         if promise is not None and promise.target == target and promise.done.is_set():
-            promise.touch()
+            state.promises.free(promise)
     seconds = state.limits.poll_seconds if request.timeout is None else min(request.timeout, state.limits.poll_seconds)
     with contextlib.suppress(TimeoutError):
         async with state.promises.holding(seconds):

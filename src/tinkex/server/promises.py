@@ -258,6 +258,10 @@ class Promises:
             promise.fail("the session has ended", RequestErrorCategory.User)
             self._forget(promise)
 
+    def free(self, promise: Promise) -> None:
+        """Forget a result that its reader says it has."""
+        self._forget(promise)
+
     def _forget(self, promise: Promise) -> None:
         del self._promises[promise.request_id]
         self._gone[promise.request_id] = None
