@@ -199,7 +199,7 @@ def test_a_loss_says_all_its_numbers_to_whoever_asks_and_trains_all_the_same(
 
 
 @pytest.mark.covers("1.13/7")
-def test_a_regularizer_that_fails_changes_nothing(client: TrainingClient, engine: Recording) -> None:
+def test_a_regularizer_that_fails_trains_nothing(client: TrainingClient, engine: Recording) -> None:
     def broken(data: Any, logprobs: Any) -> Any:
         raise KeyError("mine")
 
@@ -207,8 +207,10 @@ def test_a_regularizer_that_fails_changes_nothing(client: TrainingClient, engine
     with pytest.raises(RegularizerError, match="'bad'") as caught:
         bad.result(20)
     assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(RuntimeError) as refused:
+        client.forward_backward_custom(DATA, squares).result(20)
+    assert refused.value.__cause__ is caught.value
     assert [backward for _, backward, _ in engine.passes] == [False]
-    client.forward_backward_custom(DATA, squares).result(20)
 
 
 def test_specs_at_fault_are_refused_at_once(client: TrainingClient, engine: Recording) -> None:

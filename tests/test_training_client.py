@@ -445,16 +445,18 @@ def failing(*_: Any) -> Any:
     ],
     ids=["constant", "float", "detached", "raises", "nothing", "vector", "not-a-number"],
 )
-def test_a_bad_custom_loss_is_reported_and_changes_nothing(
+def test_a_bad_custom_loss_is_reported_and_ends_the_training_of_its_client_only(
     service: ServiceClient, client: TrainingClient, loss: Any, error: type[Exception], words: str
 ) -> None:
     other = service.create_lora_training_client("fake", rank=4)
-    bad = client.forward_backward_custom(DATA, loss)
-    with pytest.raises(error, match=words):
+    bad, stepped = client.forward_backward_custom(DATA, loss), client.optim_step(STEP)
+    with pytest.raises(error, match=words) as caught:
         bad.result(20)
-    for each in (client, other):
-        each.forward_backward(DATA, "cross_entropy")
-    assert client.optim_step(STEP).result(20) == other.optim_step(STEP).result(20)
+    with pytest.raises(RuntimeError, match="custom loss") as refused:
+        stepped.result(20)
+    assert refused.value.__cause__ is caught.value
+    other.forward_backward(DATA, "cross_entropy").result(20)
+    assert other.optim_step(STEP).result(20).metrics
 
 
 def test_a_custom_loss_needs_targets(client: TrainingClient, numbers: list[int]) -> None:

@@ -49,7 +49,8 @@ def evaluate(
     logprobs = [torch.from_numpy(np.array(values)) for values in _logprobs(len(data), output)]
     for leaf in logprobs:
         leaf.requires_grad_(True)
-    answer = loss_fn(data, logprobs)
+    with torch.enable_grad():  # whatever an earlier loss left this thread with
+        answer = loss_fn(data, logprobs)
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], Mapping):
         raise ValueError(f"the custom loss must return (loss, metrics), it returned a {type(answer).__name__}")
     loss, metrics = answer

@@ -173,6 +173,7 @@ class ResilientTrainingClient(TrainingClient):
         self._adopt(client)
 
     def _adopt(self, client: TrainingClient) -> None:
+        self._outbox.poison.pass_on(client._outbox.poison)
         self._client = client
         self.model_id, self.model_seq_id, self._outbox = client.model_id, client.model_seq_id, client._outbox
 

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import numpy as np
 
 from tinkex import loss_graphs, losses, protocol
+from tinkex.client.custom_losses import CustomPass, Poison, check_torch
 from tinkex.dialects import Receipt
 from tinkex.errors import APIConnectionError, APIResponseValidationError, RequestFailedError, TinkerError
 from tinkex.futures import Future, combine, start, unlisted, users_level
@@ -22,7 +23,7 @@ from tinkex.loss_graphs import LossHandle
 from tinkex.protocol import Operation
 from tinkex.queue_states import Observer, QueueStateLogger, QueueStateTracker
 from tinkex.retries import RetryConfig
-from tinkex.runtime import in_own_thread, runtime
+from tinkex.runtime import runtime
 from tinkex.sampling import SamplingClient, open_sampling_client
 from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, tokenizer_id_of
 from tinkex.types.checkpoints import (
@@ -87,6 +88,7 @@ class Outbox:
         self._session = session
         self._next = first_seq_id
         self._turn = asyncio.Lock()  # hands over in the order of asking
+        self.poison = Poison()
         # Chunks being encoded and sent are all in memory a second time: two or so at once keep the line busy.
         config = session.client_config
         self.budget = ByteBudget(min(config.fwdbwd_dispatch_bytes_semaphore_size, config.fwdbwd_max_chunk_bytes_count))
@@ -96,21 +98,22 @@ class Outbox:
         self._next += 1
         return self._next - 1
 
-    def put(self, turn: Turn[T]) -> Future[T]:
-        """Queue a call made now."""
+    def put(self, turn: Turn[T], place: int | None = None) -> Future[T]:
+        """Queue a call made now; its place among all calls says which failures are in front of it."""
         if self._session.closed:
             raise RuntimeError("ServiceClient is closed")
-        future = start(self._go(turn))
+        future = start(self._go(turn, self.poison.place() if place is None else place))
         self._session.track(future)
         return future
 
-    async def _go(self, turn: Turn[T]) -> T:
+    async def _go(self, turn: Turn[T], place: int) -> T:
         with self._session.reporting():
-            return await self._take_turn(turn)
+            return await self._take_turn(turn, place)
         raise AssertionError("unreachable")
 
-    async def _take_turn(self, turn: Turn[T]) -> T:
+    async def _take_turn(self, turn: Turn[T], place: int) -> T:
         async with self._turn:
+            self.poison.check(place)
             fetch = await turn()
         return await fetch()
 
@@ -413,7 +416,7 @@ class TrainingClient:
         items, settings = _checked(data), checked_config(loss_fn, config)
 
         async def turn() -> Fetch[list[UntypedAPIFuture]]:
-            receipts = await self._submit_data(items, loss_fn, settings, forward_only)
+            receipts = await self._submit_data(self._chunks(items), loss_fn, settings, forward_only)
 
             async def fetch() -> list[UntypedAPIFuture]:
                 return [_public(receipt) for receipt in receipts]
@@ -433,17 +436,19 @@ class TrainingClient:
     ) -> Future[ForwardBackwardOutput]:
         items, settings = _checked(data), checked_config(loss_fn, config)
         _check_options(options)
-        return self._outbox.put(lambda: self._submit_pass(items, loss_fn, settings, forward_only, options))
+        return self._outbox.put(
+            lambda: self._submit_pass(self._chunks(items), loss_fn, settings, forward_only, options)
+        )
 
     async def _submit_pass(
         self,
-        data: list[Datum],
+        chunks: list[list[Datum]],
         loss_fn: str,
         config: LossFnConfig | None,
         forward_only: bool,
         options: CallOptions,
     ) -> Fetch[ForwardBackwardOutput]:
-        receipts = await self._submit_data(data, loss_fn, config, forward_only)
+        receipts = await self._submit_data(chunks, loss_fn, config, forward_only)
 
         async def fetch() -> ForwardBackwardOutput:
             try:
@@ -456,7 +461,7 @@ class TrainingClient:
         return fetch
 
     async def _submit_data(
-        self, data: list[Datum], loss_fn: str, config: LossFnConfig | None, forward_only: bool
+        self, chunks: list[list[Datum]], loss_fn: str, config: LossFnConfig | None, forward_only: bool
     ) -> list[Receipt]:
         requests = [
             ForwardBackwardRequest(
@@ -467,7 +472,7 @@ class TrainingClient:
                     data=chunk, loss_fn=loss_fn, loss_fn_config=dict(config) if config else None
                 ),
             )
-            for chunk in self._chunks(data)
+            for chunk in chunks
         ]
         return await _carried(self._submit_chunks(requests))
 
@@ -582,21 +587,15 @@ class TrainingClient:
             from tinkex.regularizers.pipeline import regularized  # needs torch
 
             chosen = regularized(loss_fn, regularizers)
-        prepared = losses.forward_data(originals)
+        check_torch()
+        custom = CustomPass(originals, chosen, self._outbox.poison)
 
-        async def turn() -> Fetch[ForwardBackwardOutput]:
-            fetch_first = await self._submit_pass(prepared, "cross_entropy", None, True, options)
-            first = await fetch_first()
-            # The user's code may take its time: it runs in a thread, so that the network loop goes on.
-            weighted, loss, metrics = await in_own_thread(losses.evaluate, chosen, originals, first)
-            fetch_second = await self._submit_pass(weighted, "cross_entropy", None, False, options)
+        def submit(chunks: list[list[Datum]], forward_only: bool) -> Awaitable[Fetch[ForwardBackwardOutput]]:
+            return self._submit_pass(chunks, "cross_entropy", None, forward_only, options)
 
-            async def fetch() -> ForwardBackwardOutput:
-                return losses.report(await fetch_second(), loss, metrics)
-
-            return fetch
-
-        return self._outbox.put(turn)
+        future = self._outbox.put(lambda: custom.run(self._chunks(custom.prepared), submit), custom.place)
+        custom.watch(future)
+        return future
 
     async def forward_backward_custom_async(
         self,
@@ -1078,12 +1077,12 @@ class TrainingClient:
             >>> client.unload_model()
             UnloadModelResponse(model_id='...:train:0', ...)
         """
-        return self._outbox.put(self._unloading).result()
+        return self._outbox.put(self._unloading, Poison.ALWAYS).result()
 
     @unlisted
     async def unload_model_async(self) -> UnloadModelResponse:
         """Like `unload_model`."""
-        return await self._outbox.put(self._unloading)
+        return await self._outbox.put(self._unloading, Poison.ALWAYS)
 
     async def _unloading(self) -> Fetch[UnloadModelResponse]:
         receipt = await self._session.submit(protocol.UNLOAD_MODEL, UnloadModelRequest(model_id=self.model_id))
