@@ -22,7 +22,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from tinkex.server.journal import decode
+from tinkex.server.journal import read_records
 from tinkex.server.store import DATABASE
 
 PROGRAM = Path(__file__).parent / "crashing_server.py"
@@ -146,7 +146,7 @@ def half_done(data_dir: Path) -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     for path in [*data_dir.glob("*/*/segment-*.log"), *data_dir.glob("runs/*/state-*/results.log")]:
         data = path.read_bytes()
-        whole = max((end for _, end in decode(data)), default=0)
+        whole = max((end for _, end in read_records(path, data)), default=0)
         if whole < len(data):
             found.add(("record", f"{path} {len(data)}"))
     for pattern in (

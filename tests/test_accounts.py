@@ -24,6 +24,7 @@ from tinkex.protocol import OPERATIONS, Operation
 from tinkex.rest import RestClient
 from tinkex.server import accounts
 from tinkex.server.accounts import Accounts, create_key, has_keys, list_keys, revoke_key
+from tinkex.server.data_dir import KEYED_FILE, SECRET_FILE, DataDirError
 from tinkex.server.handlers import HANDLERS
 from tinkex.server.state import Limits
 from tinkex.server.store import DATABASE, Store
@@ -109,9 +110,10 @@ def test_the_key_of_the_environment_stands_beside_those_on_record(serve: Serve, 
 
 
 def test_an_open_server_names_no_key(serve: Serve) -> None:
-    me = Wire(serve()).get("auth/apikey/me")
+    wire = Wire(serve())
+    me = wire.get("auth/apikey/me")
     assert (me["key_id"], me["name"]) == (0, "open")
-    assert Wire(serve()).send("auth/apikey/me", method="DELETE").status == 400
+    assert wire.send("auth/apikey/me", method="DELETE").status == 400
 
 
 def test_a_program_with_its_own_backend_needs_no_key(tmp_path: Path, store: Store) -> None:
@@ -171,7 +173,34 @@ def test_the_secret_is_the_owners_alone_and_stays(tmp_path: Path, store: Store) 
     first, again = Accounts(store, tmp_path, "tml-x"), Accounts(store, tmp_path, "tml-x")
     assert first.sign("a") == again.sign("a")
     assert first.sign("a") != Accounts(store, tmp_path, "tml-y").sign("a")  # a new key ends the tokens of the old one
-    assert stat.S_IMODE((tmp_path / accounts.SECRET_FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("left", [b"", b"short", bytes(32)])
+def test_signing_key_that_is_not_whole_is_refused(tmp_path: Path, store: Store, left: bytes) -> None:
+    (tmp_path / SECRET_FILE).write_bytes(left)
+    with pytest.raises(DataDirError, match=SECRET_FILE):
+        Accounts(store, tmp_path)
+    assert (tmp_path / SECRET_FILE).read_bytes() == left
+
+
+def test_server_that_lost_its_keys_stays_closed(serve: Serve, store: Store) -> None:
+    create_key(store, "first")
+    store.rows("DELETE FROM keys")  # as after a power loss that took the database's log
+    url = serve()
+    assert ask(url, None).status == 401
+    _, key = create_key(store, "second")
+    assert ask(url, key).status == 200
+
+
+def test_mark_of_a_keyed_directory_is_made_before_its_first_key(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not has_keys(store)
+    monkeypatch.setattr(Store, "rows", lambda *_: pytest.fail("the disk is gone"))
+    with pytest.raises(pytest.fail.Exception):
+        create_key(store, "first")
+    assert (tmp_path / KEYED_FILE).exists()
 
 
 @pytest.mark.parametrize("tokens", [True, False])

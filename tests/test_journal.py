@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from tinkex.server import journal
-from tinkex.server.journal import Committer, Journal
+from tinkex.server.journal import (
+    HEADER,
+    Committer,
+    DamagedJournalError,
+    Entry,
+    Journal,
+    encode,
+    read_records,
+)
 
 Open = Callable[[Path], Journal]
 
@@ -128,3 +136,58 @@ def test_what_comes_for_a_journal_that_was_closed_is_refused_and_leaves_nothing(
 
     committing(work)
     assert not (tmp_path / "run").exists()
+
+
+RECORDS = [
+    encode(Entry(n, {"op": f"op-{n}", "type": "json"}, bytes(range(n % 100, n % 100 + 60)))) for n in (1, 2**40, 3)
+]
+
+
+def journal_of(directory: Path, data: bytes) -> tuple[Journal, Path]:
+    directory.mkdir()
+    path = directory / "segment-00000001.log"
+    path.write_bytes(data)
+    return Journal(directory, Committer()), path
+
+
+def test_any_flipped_bit_in_a_journal_is_found_and_nothing_is_changed(tmp_path: Path) -> None:
+    data = b"".join(RECORDS)
+    found, path = journal_of(tmp_path / "run", data)
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(DamagedJournalError, match=r"segment-00000001.log is damaged: .* byte \d+"):
+            found.read()
+        assert path.read_bytes() == flipped
+
+
+def test_journal_that_ends_within_a_record_loses_that_record_only(tmp_path: Path) -> None:
+    data, whole = b"".join(RECORDS), len(RECORDS[0]) + len(RECORDS[1])
+    found, path = journal_of(tmp_path / "run", data)
+    for size in range(whole, len(data)):
+        path.write_bytes(data[:size])
+        assert [entry.number for entry in found.read()] == [1, 2**40]
+        assert path.stat().st_size == whole
+
+
+@pytest.mark.parametrize("written", [0, HEADER.size, HEADER.size + 30])
+def test_journal_that_ends_in_zeros_loses_the_record_that_was_not_written(tmp_path: Path, written: int) -> None:
+    """A file system may make a file longer before it writes the bytes."""
+    last = encode(Entry(9, {"op": "last"}, b"x" * 2000))
+    found, path = journal_of(tmp_path / "run", RECORDS[0] + last[:written] + bytes(len(last) - written))
+    assert [entry.number for entry in found.read()] == [1]
+    assert path.read_bytes() == RECORDS[0]
+
+
+def test_damage_in_a_later_segment_leaves_the_torn_end_of_an_earlier_one(tmp_path: Path) -> None:
+    found, path = journal_of(tmp_path / "run", RECORDS[0] + RECORDS[1][:-1])
+    path.with_name("segment-00000002.log").write_bytes(b"!" + RECORDS[2][1:])
+    with pytest.raises(DamagedJournalError, match=r"segment-00000002\.log"):
+        found.read()
+    assert path.stat().st_size == len(RECORDS[0]) + len(RECORDS[1]) - 1
+
+
+def test_file_that_was_put_in_force_whole_must_be_whole(tmp_path: Path) -> None:
+    with pytest.raises(DamagedJournalError, match=r"results\.log"):
+        list(read_records(tmp_path / "results.log", RECORDS[0][:-1], may_be_torn=False))

@@ -1061,7 +1061,7 @@ def test_data_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "tinkex.sqlite3")
     database.execute("PRAGMA user_version=99")
     database.close()
-    with pytest.raises(RuntimeError, match="newer version"):
+    with pytest.raises(RuntimeError, match="newer version of tinkex wrote it"):
         Store(tmp_path / "tinkex.sqlite3")
 
 

@@ -23,6 +23,7 @@ from tinkex.local import AsgiExchange
 from tinkex.server import promises, state, submission
 from tinkex.server.accounts import create_key
 from tinkex.server.app import create_app
+from tinkex.server.data_dir import DataDirError
 from tinkex.server.journal import Committer, Journal
 from tinkex.server.state import Limits
 
@@ -915,6 +916,77 @@ def test_a_run_that_cannot_be_taken_up_again_is_said_to_be_corrupted(
 
     played(scenario)
     assert "could not be taken up again" in caplog.text
+
+
+def test_run_with_a_damaged_journal_is_marked_and_its_files_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as server:
+            model = await server.model()
+            for number in (1, 2, 3):
+                await server.run("forward_backward", pass_json(model, number))
+            left = killed(tmp_path / "a")
+        [segment] = (left / "runs").glob("*/segment-*.log")
+        data = bytearray(segment.read_bytes())
+        data[len(data) // 2] ^= 1
+        segment.write_bytes(data)
+        async with life(left) as server:
+            status, _ = await server.send("optim_step", step_json(model, 4))
+            assert status == 410
+            _, run = await server.send(f"training_runs/{model}", None, method="GET")
+            assert run["corrupted"] is True
+            session = model.partition(":")[0]
+            await server.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+        [kept] = (left / "set-aside").glob("*/segment-*.log")
+        assert kept.read_bytes() == data
+
+    played(scenario)
+    assert "segment-00000001.log is damaged" in caplog.text
+    assert "set-aside" in caplog.text
+
+
+def test_runs_of_a_session_that_is_not_on_record_are_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as server:
+            model = await server.model()
+            await server.run("forward_backward", pass_json(model, 1))
+            await server.run("optim_step", step_json(model, 2))
+            left = killed(tmp_path / "a")
+        (left / "tinkex.sqlite3-wal").unlink()  # what a power loss could take before it was flushed
+        for path in left.glob("tinkex.sqlite3*"):
+            path.unlink()
+        before = {path.name: path.read_bytes() for path in (left / "runs").glob("*/segment-*")}
+        async with life(left) as server:
+            assert not server.state.runs
+        kept = {path.name: path.read_bytes() for path in (left / "set-aside").glob("*/segment-*")}
+        assert kept == before
+
+    played(scenario)
+    assert "is not on record" in caplog.text
+
+
+def test_two_servers_cannot_use_one_data_directory(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a"):
+            with pytest.raises(DataDirError, match="another tinkex server"):
+                create_app(FakeEngine(), tmp_path / "a")
+        async with life(tmp_path / "a"):  # the lock ends with its server
+            pass
+
+    played(scenario)
+
+
+def test_programs_with_an_embedded_server_share_a_data_directory(tmp_path: Path) -> None:
+    first = create_app(FakeEngine(), tmp_path / "a", embedded=True).state.server
+    second = create_app(FakeEngine(), tmp_path / "a", embedded=True).state.server
+    with pytest.raises(DataDirError):
+        create_app(FakeEngine(), tmp_path / "a")
+    for each in (first, second):
+        each.store.close()
+        each.unlock()
 
 
 def test_a_server_that_has_no_memory_for_a_run_does_not_call_it_corrupted(tmp_path: Path) -> None:

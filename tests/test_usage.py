@@ -150,7 +150,7 @@ def test_what_cannot_be_written_now_is_written_later(store: Store, monkeypatch: 
         meter.audit("ada", "save_weights", tinker_path="tinker://a/weights/b")
         meter.span("s", "s:train:0:1", "forward", time.time(), None)
 
-        def broken(*_: object) -> None:
+        def broken(*_: object, flush: bool = True) -> None:
             raise OSError("the disk is full")
 
         with monkeypatch.context() as patch:

@@ -363,9 +363,10 @@ def unusable(data_dir: Path, error: Exception) -> ConfigurationError:
         The error, to be raised.
     """
     reason = getattr(error, "strerror", None) or str(error)
+    remedy = "make room or give leave to write there, or " if isinstance(error, OSError) else ""
     return ConfigurationError(
         f"the data directory {data_dir} cannot be used: {reason}",
-        hint="make room or give leave to write there, or set TINKEX_DATA_DIR to another directory",
+        hint=f"{remedy}set TINKEX_DATA_DIR to another directory",
     )
 
 
@@ -426,10 +427,11 @@ class LocalBackend:
         import sqlite3
 
         from tinkex.server.app import create_app
+        from tinkex.server.data_dir import DataDirError
 
         try:
             return create_app(engine, self.data_dir, embedded=True, **self._options)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, DataDirError, sqlite3.Error) as error:
             raise unusable(self.data_dir, error) from error
 
     async def aclose(self) -> None:

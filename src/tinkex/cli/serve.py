@@ -37,6 +37,7 @@ from tinkex.local import (
 )
 from tinkex.otel import is_available
 from tinkex.server.accounts import has_keys
+from tinkex.server.data_dir import DataDirError
 from tinkex.server.metrics import JsonFormatter, access
 from tinkex.server.state import Limits
 from tinkex.server.store import DATABASE, Store
@@ -181,7 +182,7 @@ def serve(
     try:
         with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(listener, data_dir, make, device, api_key, tokens, strict, Limits(**limits), tracing))
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, DataDirError, sqlite3.Error) as error:
         raise click.ClickException(str(unusable(data_dir, error))) from None
     except EngineError as error:
         raise click.ClickException(str(error)) from None

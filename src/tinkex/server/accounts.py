@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinkex.server.data_dir import is_keyed, mark_keyed, signing_secret
 from tinkex.server.refusals import Refusal
 from tinkex.server.store import LOCAL_OWNER, Store, user_urn
 from tinkex.server.usage import record
@@ -35,7 +34,6 @@ TRUSTED_SECONDS = 1.0
 TOKEN_SECONDS = 3600
 ISSUER = "passport-tinkex"
 ORGANIZATION = "tinkex"
-SECRET_FILE = "signing.key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +66,7 @@ def hash_of(key: str) -> bytes:
 
 def create_key(store: Store, name: str, owner: str = LOCAL_OWNER) -> tuple[int, str]:
     """Make a key; its number, and the key itself, which is not kept and cannot be shown again."""
+    mark_keyed(store.root)
     key = PREFIX + secrets.token_urlsafe(32)
     sql = "INSERT INTO keys (hash, owner, name, created) VALUES (?, ?, ?, ?) RETURNING id"
     number = int(store.rows(sql, hash_of(key), owner, name, time.time())[0]["id"])
@@ -92,24 +91,11 @@ def revoke_key(store: Store, number: int) -> bool:
 
 
 def has_keys(store: Store) -> bool:
-    """Whether a key was ever made: revoking the last one must not open a server to everyone."""
-    return bool(store.rows("SELECT 1 FROM keys LIMIT 1"))
+    """Return whether a key was ever made.
 
-
-def signing_secret(data_dir: Path) -> bytes:
-    """The secret of a data directory, made on first use and readable by its owner only."""
-    path = data_dir / SECRET_FILE
-    if not path.exists():
-        scratch = path.with_name(f".{SECRET_FILE}-{secrets.token_hex(8)}")
-        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(secrets.token_bytes(32))
-            with contextlib.suppress(FileExistsError):  # of two processes that do this at once, both read the first's
-                os.link(scratch, path)
-        finally:
-            scratch.unlink()
-    return path.read_bytes()
+    Neither revoking the last key nor losing the database opens a server to everyone.
+    """
+    return is_keyed(store.root) or bool(store.rows("SELECT 1 FROM keys LIMIT 1"))
 
 
 # ── who asks ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,7 +153,8 @@ class Accounts:
     def _find(self, digest: bytes) -> Account | None:
         for row in self._store.rows("SELECT * FROM keys WHERE hash = ? AND revoked IS NULL", digest):
             if hmac.compare_digest(row["hash"], digest):
-                self._store.rows("UPDATE keys SET last_used = ? WHERE id = ?", time.time(), row["id"])
+                used = "UPDATE keys SET last_used = ? WHERE id = ?"
+                self._store.change((used, [(time.time(), row["id"])]), flush=False)
                 return Account(row["owner"], row["id"])
         return None
 

@@ -92,6 +92,7 @@ def create_app(
             state.close_journals()
             await state.meter.flush()
             state.store.close()
+            state.unlock()
 
     # What this server cannot do is not there, and 404 says so.
     served = [op for op in OPERATIONS if op is RETRIEVE_FUTURE or op.name in HANDLERS]

@@ -98,7 +98,7 @@ class Catalogue:
 
     def touch(self, requests: Mapping[str, float]) -> None:
         """Note when something was last asked of runs."""
-        with self._store._lock:
+        with self._store.unflushed():
             self._store._db.executemany(
                 "UPDATE runs SET last_request = max(last_request, ?) WHERE model_id = ?",
                 [(when, model_id) for model_id, when in requests.items()],
@@ -156,7 +156,7 @@ class Catalogue:
         return {self._directory(row) for row in rows}
 
     def _directory(self, row: sqlite3.Row) -> Path:
-        return self._store._root / str(row["directory"])
+        return self._store.root / str(row["directory"])
 
 
 def discard(directory: Path) -> None:

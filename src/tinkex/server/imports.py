@@ -115,7 +115,7 @@ def import_adapter(
     def write(target: Path) -> None:
         _write(target, base_model, source, {module: found.get(module) for module in trained}, shapes, told)
 
-    saved = put_files(store, store._root / "checkpoints", run, Wanted("weights", name), write)
+    saved = put_files(store, store.root / "checkpoints", run, Wanted("weights", name), write)
     store.add_run(run)
     return saved
 

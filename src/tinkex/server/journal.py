@@ -1,7 +1,10 @@
-"""What was acknowledged, on disk before the acknowledgement: append-only logs that survive a killed process.
+"""Append-only logs that hold each request before it is acknowledged.
 
-A log is a directory of segments. A record is a header with a checksum, a few facts as JSON, and a request's body as it
-came. A torn record at the end (the process died while writing it) was never acknowledged and is cut off.
+A log is a directory of segments. A record is a header, a few facts as JSON, and a request's body
+as it came. Header and contents have a checksum each. A torn record at the end of a segment (the
+process or the machine stopped while it was written) was never acknowledged and is cut off. Any
+other record with a wrong checksum was damaged later: reading it raises an error and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +25,20 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-HEADER = struct.Struct("<4sIIQq")
-"""Magic, checksum of what follows, length of the facts, length of the body, number."""
-MAGIC = b"TXJ1"
+from tinkex.server.data_dir import sync_directory
+
+HEADER = struct.Struct("<4sIQqII")
+"""Magic, lengths of facts and body, number, checksum of facts and body, checksum of this header."""
+MAGIC = b"TXJ2"
+SECTOR = 512
+"""Bytes that a disk writes at once: after a power loss a hole of zeros is at least that long."""
 SEGMENT_BYTES = 16 << 20
 FLUSHES = 16
 """Files that are flushed at the same time."""
+
+
+class DamagedJournalError(Exception):
+    """A record that was safe on disk does not have the bytes that were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,24 +224,31 @@ class Journal:
         self._size = 0
 
     def read(self) -> list[Entry]:
-        """Every record of earlier lives, in the order of writing; what was torn is cut off.
+        """Return the records of earlier lives in the order of writing, and cut off a torn one.
 
         The segment being written to is left alone: what looks torn there is on its way.
+
+        Raises:
+            DamagedJournalError: A record is damaged. No file has been changed.
         """
         entries = []
+        torn: dict[Path, int] = {}
         current = None if self._file is None else Path(self._file.name)
         for path in sorted(self.directory.glob("segment-*.log")):
             if path == current:
                 continue
             data = path.read_bytes()
             end = 0
-            for entry, after in decode(data):
+            for entry, after in read_records(path, data):
                 entries.append(entry)
                 end = after
                 self.highest[path] = max(entry.number, self.highest.get(path, entry.number))
             if end < len(data):
-                with path.open("r+b") as file:
-                    file.truncate(end)
+                torn[path] = end
+        for path, end in torn.items():  # not before all segments have been found sound
+            with path.open("r+b") as file:
+                file.truncate(end)
+                os.fsync(file.fileno())
         return entries
 
     def drop_until(self, number: int) -> None:
@@ -250,33 +268,76 @@ class Journal:
 
 
 def encode(entry: Entry) -> bytes:
-    """A record as bytes."""
+    """Return a record as bytes."""
     facts = json.dumps(entry.facts, separators=(",", ":")).encode()
-    checksum = zlib.crc32(entry.body, zlib.crc32(facts, entry.number & 0xFFFFFFFF))
-    return b"".join((HEADER.pack(MAGIC, checksum, len(facts), len(entry.body), entry.number), facts, entry.body))
+    checksum = zlib.crc32(entry.body, zlib.crc32(facts))
+    fields = (MAGIC, len(facts), len(entry.body), entry.number, checksum)
+    header = HEADER.pack(*fields, 0)[:-4]
+    return b"".join((header, zlib.crc32(header).to_bytes(4, "little"), facts, entry.body))
 
 
-def decode(data: bytes) -> Iterator[tuple[Entry, int]]:
-    """The whole records at the beginning of some bytes, each with where it ends."""
+def read_records(path: Path, data: bytes, *, may_be_torn: bool = True) -> Iterator[tuple[Entry, int]]:
+    """Yield the records of a file's bytes, each with the offset of its end.
+
+    A torn record ends the file, unless the file was put in force whole (`may_be_torn=False`).
+
+    Raises:
+        DamagedJournalError: The bytes at some place are not those that were written.
+    """
     start = 0
-    while start + HEADER.size <= len(data):
-        magic, checksum, facts_size, body_size, number = HEADER.unpack_from(data, start)
-        facts_at = start + HEADER.size
-        end = facts_at + facts_size + body_size
-        if magic != MAGIC or end > len(data):
-            return
-        facts, body = data[facts_at : facts_at + facts_size], data[facts_at + facts_size : end]
-        if zlib.crc32(body, zlib.crc32(facts, number & 0xFFFFFFFF)) != checksum:
-            return
-        yield Entry(number, json.loads(facts), body), end
-        start = end
+    while start < len(data):
+        found = _record(data, start)
+        if found is None:
+            if may_be_torn and _is_torn(data, start):
+                return
+            raise DamagedJournalError(
+                f"{path} is damaged: the record at byte {start} of {len(data)} has a wrong checksum"
+            )
+        yield found
+        start = found[1]
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames and new names in a directory safe."""
-    if os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _header(data: bytes, start: int) -> tuple[int, int, int, int] | None:
+    """Return the lengths, number and checksum of a whole header, or None."""
+    if start + HEADER.size > len(data):
+        return None
+    magic, facts, body, number, checksum, own = HEADER.unpack_from(data, start)
+    if magic != MAGIC or zlib.crc32(data[start : start + HEADER.size - 4]) != own:
+        return None
+    return facts, body, number, checksum
+
+
+def _record(data: bytes, start: int) -> tuple[Entry, int] | None:
+    """Return the record at an offset and the offset of its end; None if it is not whole."""
+    header = _header(data, start)
+    if header is None:
+        return None
+    facts_size, body_size, number, checksum = header
+    body_at = start + HEADER.size + facts_size
+    end = body_at + body_size
+    if end > len(data):
+        return None
+    facts, body = data[start + HEADER.size : body_at], data[body_at:end]
+    if zlib.crc32(body, zlib.crc32(facts)) != checksum:
+        return None
+    return Entry(number, json.loads(facts), body), end
+
+
+def _is_torn(data: bytes, start: int) -> bool:
+    """Tell a record that was not written to its end from one that was damaged later.
+
+    A torn record is the last one. Either the file ends within it, or the disk had made the file
+    longer and not yet written the bytes: then they are zeros.
+    """
+    at = data.find(MAGIC, start + 1)
+    while at >= 0:
+        if _header(data, at) is not None:  # a record behind it was written later
+            return False
+        at = data.find(MAGIC, at + 1)
+    if len(data) - start < HEADER.size:
+        return True
+    header = _header(data, start)
+    if header is None:
+        return not any(data[start + HEADER.size // 2 :])
+    end = start + HEADER.size + header[0] + header[1]
+    return end > len(data) or not any(data[max(start + HEADER.size, end - SECTOR) : end])

@@ -20,9 +20,9 @@ from tinkex import codec
 from tinkex.engine import EngineError
 from tinkex.protocol import BY_NAME
 from tinkex.server.checkpoints import clear_leftovers
-from tinkex.server.journal import Entry, decode
+from tinkex.server.journal import DamagedJournalError, Entry, read_records
 from tinkex.server.scheduler import Lane
-from tinkex.server.state import DIRECT, READ, UNPLACED, Call, LiveRun, Queued, Refusal, State, file_name
+from tinkex.server.state import DIRECT, READ, UNPLACED, Call, LiveRun, Queued, Refusal, State
 from tinkex.server.store import Run
 from tinkex.server.submission import GIVEN_UP, UNFINISHED, digest_of, give_up_gap, spend
 from tinkex.types.sessions import RequestFailedResponse
@@ -44,15 +44,20 @@ def enable(state: State, handlers: Handlers) -> None:
 
 
 def take_up_sessions(state: State) -> None:
-    """Count the silence of the sessions that were open when the server ended from now on; forget what others left."""
+    """Count the silence of open sessions from now on, and delete the files of those that ended.
+
+    Files of a session that is not on record are set aside: the database may have lost it.
+    """
     now = time.monotonic()
-    sessions = state.store.open_sessions()
-    for session_id in sessions:
+    for session_id in state.store.open_sessions():
         state.heard.setdefault(session_id, now)
-    names = {file_name(session_id) for session_id in sessions} | {DIRECT}
     for place in ("runs", "samples", "snapshots"):
         for directory in (state.data_dir / place).glob("*"):
-            if re.split(r"_(?:train|sample|loss)_", directory.name)[0] not in names:
+            session_id = re.split(r"_(?:train|sample|loss)_", directory.name)[0]
+            known = "active" if session_id == DIRECT else state.store.session_state(session_id)
+            if known is None:
+                state.set_aside(directory, "belongs to a session that is not on record")
+            elif known != "active":
                 shutil.rmtree(directory, ignore_errors=True)
     for pattern in SCRATCH:  # runs that are taken up again have theirs removed at once
         for directory in state.data_dir.glob(pattern):
@@ -72,11 +77,15 @@ async def _revive(state: State, handlers: Handlers, name: str) -> None:
             # A server that stops, or has no memory left, says nothing about the run: the next life tries again.
             if not (isinstance(error, EngineError) and error.category == "server"):
                 await asyncio.to_thread(state.catalogue.mark_corrupted, name)
+                state.set_aside(directory, "cannot be taken up again")
         return
     directory = state.samples_directory(name)
     if await asyncio.to_thread(directory.is_dir):
         try:
             await _revive_samples(state, handlers, name, directory)
+        except DamagedJournalError as error:
+            logger.error("%s", error)
+            state.set_aside(directory, "is damaged: samples that nobody had read are lost")
         except Exception:
             logger.exception("the samples of %s could not be taken up again", name)
 
@@ -194,7 +203,7 @@ KINDS: dict[str, type[Any]] = {op.result.__name__: op.result for op in BY_NAME.v
 def _read_results(state: State, live: LiveRun, path: Path) -> None:
     """Results that were not read when the state was made."""
     data = path.read_bytes() if path.exists() else b""
-    for entry, _ in decode(data):
+    for entry, _ in read_records(path, data, may_be_torn=False):
         facts = entry.facts
         promise = state.promises.add(facts["id"], bytes.fromhex(facts["digest"]), live.run.session_id)
         promise.settle(codec.decode(KINDS[facts["kind"]], entry.body, facts["type"]))

@@ -17,7 +17,8 @@ from tinkex import codec
 from tinkex.engine import BaseModel, Engine, EngineError, Writer
 from tinkex.server.accounts import Accounts
 from tinkex.server.catalogue import Catalogue, discard
-from tinkex.server.journal import Committer, Journal, sync_directory
+from tinkex.server.data_dir import Lock, set_aside, sync_directory
+from tinkex.server.journal import Committer, Journal
 from tinkex.server.metrics import Metrics
 from tinkex.server.promises import Promise, Promises
 from tinkex.server.refusals import Refusal as Refusal  # for those who know the state, from one place
@@ -200,6 +201,7 @@ class State:
         self.bound: dict[str, str] = {}
         """Which weights the samplers of open sessions began with: they never change to others of the same path."""
         data_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock(data_dir, shared=embedded)
         self.left = {found.name for place in ("runs", "samples") for found in (data_dir / place).glob("*")}
         """The names of what an earlier life left in its journals."""
         self.checkpoint_dir = data_dir / "checkpoints"
@@ -246,6 +248,17 @@ class State:
         if journal is not None:
             journal.close()
         discard(directory)  # a half of it must not be taken for a run after a crash
+
+    def set_aside(self, directory: Path, why: str) -> None:
+        """Keep a directory that cannot be used where nothing deletes it."""
+        journal = self.journals.pop(str(directory), None)
+        if journal is not None:
+            journal.close()
+        set_aside(self.data_dir, directory, why)
+
+    def unlock(self) -> None:
+        """Let another server use the data directory."""
+        self._lock.close()
 
     def close_journals(self) -> None:
         """Finish what is being written."""
@@ -420,7 +433,8 @@ class State:
         expire = "UPDATE sessions SET finished = ?, reason = ?, detail = ? WHERE finished IS NULL AND heard < ?"
         now = time.time()
         ended = [(now, EXPIRED, self._silence(), now - self.limits.session_seconds)]
-        self.store.change(("UPDATE sessions SET heard = MAX(heard, ?) WHERE session_id = ?", heard), (expire, ended))
+        hear = "UPDATE sessions SET heard = MAX(heard, ?) WHERE session_id = ?"
+        self.store.change((hear, heard), (expire, ended), flush=False)
 
     def refuse_if_stopping(self) -> None:
         """Send whoever waits away when the server stops: what was promised is kept by its next life."""

@@ -5,15 +5,17 @@ One connection behind one lock: every statement is short, and callers that must 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinkex.server.data_dir import DataDirError
 from tinkex.types.training import LoraConfig
 
 MIGRATIONS = (
@@ -160,13 +162,13 @@ class Store:
     """The database of one data directory."""
 
     def __init__(self, path: Path) -> None:
-        self._root = path.parent  # checkpoints are recorded relative to it, so that the directory can be moved
+        self.root = path.parent  # checkpoints are recorded relative to it, so that the directory can be moved
         self._lock = threading.Lock()
         self._samplers: dict[str, Sampler] = {}
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.execute("PRAGMA synchronous=FULL")  # what is answered is on disk
         self._migrate()
 
     def _migrate(self) -> None:
@@ -175,7 +177,10 @@ class Store:
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version > len(MIGRATIONS):
                 self._db.execute("ROLLBACK")
-                raise RuntimeError("this data directory was written by a newer version of tinkex")
+                raise DataDirError(
+                    f"a newer version of tinkex wrote it (format {version}, this one knows "
+                    f"{len(MIGRATIONS)}); upgrade tinkex"
+                )
             for script in MIGRATIONS[version:]:
                 for statement in script.split(";"):
                     self._db.execute(statement)
@@ -201,9 +206,22 @@ class Store:
         with self._lock:
             return self._db.execute(query, values).fetchall()
 
-    def change(self, *statements: tuple[str, Sequence[Sequence[Any]]]) -> None:
-        """Run statements, each once for each of its rows of values; all of them or none."""
+    @contextlib.contextmanager
+    def unflushed(self) -> Iterator[None]:
+        """Skip the flush of changes that a power loss may take back, such as counters."""
         with self._lock:
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            try:
+                yield
+            finally:
+                self._db.execute("PRAGMA synchronous=FULL")
+
+    def change(self, *statements: tuple[str, Sequence[Sequence[Any]]], flush: bool = True) -> None:
+        """Run statements, each once for each of its rows of values; all of them or none.
+
+        With `flush=False` a power loss may take the change back, as one piece.
+        """
+        with self._lock if flush else self.unflushed():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 for query, rows in statements:
@@ -346,7 +364,7 @@ class Store:
         row = {
             "tinker_path": saved.tinker_path,
             "model_id": saved.model_id,
-            "directory": saved.directory.relative_to(self._root).as_posix(),
+            "directory": saved.directory.relative_to(self.root).as_posix(),
             "base_model": saved.base_model,
             "lora": saved.lora.model_dump_json(),
             "optimizer": json.dumps(saved.optimizer),
@@ -382,7 +400,7 @@ class Store:
         return SavedCheckpoint(
             tinker_path=row["tinker_path"],
             model_id=row["model_id"],
-            directory=self._root / row["directory"],
+            directory=self.root / row["directory"],
             created=row["created"],
             base_model=row["base_model"],
             lora=LoraConfig.model_validate_json(row["lora"]),

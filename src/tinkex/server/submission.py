@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine import EngineError, Writer
-from tinkex.server.journal import Entry, Journal, sync_directory
+from tinkex.server.data_dir import sync_directory
+from tinkex.server.journal import Entry, Journal
 from tinkex.server.journal import encode as encode_entry
 from tinkex.server.promises import JUST_READ, Left, Promise, Target
 from tinkex.server.results import encode

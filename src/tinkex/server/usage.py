@@ -152,6 +152,7 @@ class Meter:
                 (ADD_USE, [(*use, amount) for use, amount in uses.items()]),
                 ("INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)", spans),
                 (ADD_AUDIT, entries),
+                flush=bool(entries),
             )
 
     async def weigh(self) -> None:

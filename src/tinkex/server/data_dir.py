@@ -1,0 +1,145 @@
+"""The data directory as a whole: its lock, its signing key, and files that are set aside."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+
+logger = logging.getLogger("tinkex.server")
+
+LOCK_FILE = "lock"
+SECRET_FILE = "signing.key"
+SECRET_BYTES = 32
+KEYED_FILE = "keyed"
+"""Exists once a key has been made: from then on the server never opens without one."""
+SET_ASIDE = "set-aside"
+"""The folder for files that the server can neither use nor delete in good conscience."""
+
+
+class DataDirError(RuntimeError):
+    """A data directory that a server must not start with."""
+
+
+class Lock:
+    """A lock on a data directory, held until it is closed or the process ends.
+
+    A server that listens needs the directory for itself. Programs with an embedded server share
+    it with each other.
+
+    Raises:
+        DataDirError: Another server uses the directory.
+    """
+
+    def __init__(self, data_dir: Path, *, shared: bool) -> None:
+        self._handle = os.open(data_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            _lock(self._handle, shared=shared)
+        except OSError as error:
+            self.close()
+            if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+                raise
+            raise DataDirError(
+                "another tinkex server uses it; connect to that server, or use another directory"
+            ) from None
+
+    def close(self) -> None:
+        """Let another server use the directory."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    __del__ = close
+
+
+if os.name == "posix":
+    import fcntl
+
+    def _lock(handle: int, *, shared: bool) -> None:
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+
+else:
+    import msvcrt
+
+    def _lock(handle: int, *, shared: bool) -> None:
+        if not shared:  # this call has no shared lock
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+
+
+def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Create a file with its contents on disk; keep the file that another process made first."""
+    scratch = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(scratch, path)
+    finally:
+        scratch.unlink()
+    sync_directory(path.parent)
+
+
+def signing_secret(data_dir: Path) -> bytes:
+    """Return the secret that signs tokens and addresses; make it on first use.
+
+    Raises:
+        DataDirError: The file does not hold a whole secret. With a short one anybody could sign.
+    """
+    path = data_dir / SECRET_FILE
+    if not path.exists():
+        secret = secrets.token_bytes(SECRET_BYTES)
+        write_durably(path, secret)
+    found = path.read_bytes()
+    if len(found) != SECRET_BYTES or not any(found):
+        wrong = "only zeros" if found and not any(found) else f"{len(found)} bytes"
+        raise DataDirError(
+            f"{path} holds {wrong} instead of a secret of {SECRET_BYTES} bytes; put the file back "
+            "from a backup, or delete it: a new one is made, and tokens signed with the old one end"
+        )
+    return found
+
+
+def mark_keyed(data_dir: Path) -> None:
+    """Note durably that keys exist, before the first one is made."""
+    if not (data_dir / KEYED_FILE).exists():
+        write_durably(data_dir / KEYED_FILE, b"Delete this file to let the server open without keys.\n")
+
+
+def is_keyed(data_dir: Path) -> bool:
+    """Return whether a key was ever made in a data directory."""
+    return (data_dir / KEYED_FILE).exists()
+
+
+def set_aside(data_dir: Path, directory: Path, why: str) -> Path | None:
+    """Move a directory where nothing deletes it, and log the reason; return its new place."""
+    place = data_dir / SET_ASIDE
+    target = place / f"{directory.name}-{time.time_ns()}"
+    try:
+        place.mkdir(exist_ok=True)
+        directory.rename(target)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.error("%s %s; it cannot be set aside and stays where it is: %s", directory, why, error)
+        return None
+    sync_directory(place)
+    sync_directory(directory.parent)
+    logger.error("%s %s; it was set aside as %s", directory, why, target)
+    return target
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and new names in a directory durable."""
+    if os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
