@@ -71,7 +71,7 @@ def reference_run(
     directory: Path, saved: Path, data: list[Datum], loss: str, settings: dict[str, float]
 ) -> tuple[float, list[np.ndarray[Any, Any]], dict[str, torch.Tensor]]:
     """Loss, log-probabilities and LoRA gradients by transformers, peft and autograd in float64."""
-    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
     model = PeftModel.from_pretrained(base, str(saved), is_trainable=True, autocast_adapter_dtype=False).double()
     total, logprobs = torch.zeros((), dtype=torch.float64), []
     for datum in data:

@@ -74,9 +74,9 @@ def reference_logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
 
 
 def transformers_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """By plain products also for experts: the grouped ones know no float64."""
+    """By plain products: grouped ones for experts know no float64, and other attention may leave out a soft cap."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, experts_implementation="eager"
+        directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     return model
 

@@ -247,7 +247,7 @@ def test_a_library_that_computes_nonsense_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "step.c"
-    broken.write_text(library.SOURCE.read_text().replace("kept[row][v] += value", "kept[row][v] -= value"))
+    broken.write_text(library.SOURCE.read_text().replace("w[v], kept[row][v])", "w[v], -kept[row][v])"))
     monkeypatch.setattr(library, "SOURCE", broken)
     with caplog.at_level(logging.INFO, "tinkex.engine"):
         assert library.load() is None

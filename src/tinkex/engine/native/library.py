@@ -35,7 +35,7 @@ PANEL = 16
 PARTS = 3
 SWITCH = "TINKEX_NATIVE"
 COMPILE_SECONDS = 60
-FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 
 Pointer, Int, Real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 

@@ -21,6 +21,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #define PANEL 16
 #define PARTS 3
@@ -54,6 +59,24 @@ typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 
 static inline vec load(const float *from) { return *(const loose *)from; }
 static inline void store(float *to, vec x) { *(loose *)to = x; }
+static inline vec splat(float x) { return x - (vec){}; } /* 0 + x would make 0 of -0 */
+
+/* a * b + c, rounded once where the processor can do that. A compiler may not choose: gcc splits such a sum in some loops
+ * and not in others, by the processor it tunes for, and a row's bits would then depend on how many rows there are.
+ * Everywhere else a product is rounded before it is added to: see the compiler's flags in library.py. */
+static inline __attribute__((always_inline)) vec multiply_add(vec a, vec b, vec c) {
+#if LANES == 16
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8 && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FMA__)
+    return (vec)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
 
 static inline float total(vec x) {
     union {
@@ -68,20 +91,19 @@ static inline float total(vec x) {
 /* e^x to about one unit in the last place: 2^n times a polynomial of what is left, within +-ln(2)/2. What would be no
  * normal number is 0. */
 static inline vec exponential(vec x) {
-    const vec high = (vec){} + 88.0f, low = (vec){} - 87.3f;
+    const vec high = splat(88.0f), low = splat(-87.3f);
     ints above = x > high, below = x < low;
     x = (vec)((above & (ints)high) | (~above & (ints)x));
     x = (vec)((below & (ints)low) | (~below & (ints)x));
-    vec scaled = x * 1.44269504088896341f;
-    vec n = (scaled + 12582912.0f) - 12582912.0f; /* to the nearest whole number */
-    vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-    vec p = (vec){} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    const vec shift = splat(12582912.0f); /* brings a number to the nearest whole one */
+    vec n = multiply_add(x, splat(1.44269504088896341f), shift) - shift;
+    vec r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), x));
+    vec p = multiply_add(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+    p = multiply_add(p, r, splat(8.3334519073e-3f));
+    p = multiply_add(p, r, splat(4.1665795894e-2f));
+    p = multiply_add(p, r, splat(1.6666665459e-1f));
+    p = multiply_add(p, r, splat(5.0000001201e-1f));
+    p = multiply_add(p, r * r, r) + 1.0f;
     ints power = (__builtin_convertvector(n, ints) + 127) << 23;
     return (vec)((ints)(p * (vec)power) & ~below);
 }
@@ -356,9 +378,9 @@ static inline __attribute__((always_inline)) void tile(
         for (int v = 0; v < vectors; v++) w[v] = load(weight[v / VECTORS] + k * PANEL + v % VECTORS * LANES);
         UNROLL
         for (int row = 0; row < rows; row++) {
-            float value = x[row * stride + k];
+            const vec value = splat(x[row * stride + k]);
             UNROLL
-            for (int v = 0; v < vectors; v++) kept[row][v] += value * w[v];
+            for (int v = 0; v < vectors; v++) kept[row][v] = multiply_add(value, w[v], kept[row][v]);
         }
     }
     UNROLL
@@ -502,7 +524,7 @@ static void project(const Run *run, const Linear *linear, int64_t which, const f
 
 static inline vec activated(vec x, int64_t gelu) {
     if (!gelu) return x / (1.0f + exponential(-x));
-    vec inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    vec inner = 0.7978845608028654f * multiply_add(0.044715f * x * x, x, x);
     vec tanh = 1.0f - 2.0f / (exponential(2.0f * inner) + 1.0f);
     return 0.5f * x * (1.0f + tanh);
 }
