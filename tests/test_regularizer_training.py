@@ -35,10 +35,10 @@ class Recording(FakeEngine):
         config: Mapping[str, float | str],
         *,
         backward: bool = True,
-        owner: str = "",
+        **options: Any,
     ) -> None:
         self.passes.append((loss_fn, backward, list(data)))
-        super().pass_start(job, adapter, data, loss_fn, config, backward=backward, owner=owner)
+        super().pass_start(job, adapter, data, loss_fn, config, backward=backward, **options)
 
 
 @pytest.fixture

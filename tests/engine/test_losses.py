@@ -10,7 +10,7 @@ import torch
 
 from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
 from tinkex.engine import EngineError, run_pass
-from tinkex.engine.losses import LOSSES, NOT_OFFERED, SEQUENCE
+from tinkex.engine.losses import LOSSES, SEQUENCE
 from tinkex.types.inputs import Datum, ModelInput
 
 if TYPE_CHECKING:
@@ -183,13 +183,6 @@ def test_dro_needs_its_beta(engine: TorchEngine, data: Data) -> None:
 def test_the_defaults_are_the_documented_ones() -> None:
     assert LOSSES["ppo"].config == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
     assert LOSSES["cispo"].config == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
-
-
-@pytest.mark.covers("S16")
-def test_what_is_not_offered_says_why(engine: TorchEngine, data: Data) -> None:
-    assert list(NOT_OFFERED) == ["stable_reinforce"]
-    with pytest.raises(EngineError, match=r"'stable_reinforce' is not offered: .*record_stability_info.*documented"):
-        run_pass(engine, "a", data(5), "stable_reinforce", {})
 
 
 BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

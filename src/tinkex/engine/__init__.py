@@ -15,6 +15,7 @@ from typing import Literal, Protocol, TypeAlias
 from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.inputs import Datum
 from tinkex.types.sampling import SampleRequest, SampleResponse, StopReason
+from tinkex.types.tensors import Array
 from tinkex.types.training import (
     AdamOptimizerConfig,
     DimuonOptimizerConfig,
@@ -26,6 +27,8 @@ from tinkex.types.training import (
 
 ADAMW, DIMUON = AdamOptimizerConfig(), DimuonOptimizerConfig()
 """The optimizers there are; the first is an adapter's unless another is asked for."""
+RECORDED_TOKENS = 20
+"""How many of the likeliest tokens a recording holds at each position."""
 
 
 class EngineError(Exception):
@@ -83,11 +86,46 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Recording:
+    """The distributions that a sample was drawn from: S tokens, and the K likeliest at each of them.
+
+    Attributes:
+        tokens: Its tokens `[S]`.
+        logprobs: Their log-probabilities as they are reported, temperature applied.
+        model_logprobs: Those under the model as it is, at temperature 1.
+        top_tokens: The likeliest tokens `[S, K]`, each once.
+        top_logprobs: Their log-probabilities at temperature 1.
+    """
+
+    tokens: Array
+    logprobs: Array
+    model_logprobs: Array
+    top_tokens: Array
+    top_logprobs: Array
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in memory."""
+        arrays = (self.tokens, self.logprobs, self.model_logprobs, self.top_tokens, self.top_logprobs)
+        return sum(array.nbytes for array in arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """The recording behind the sampled targets of a datum: one token for each of these positions, which ascend."""
+
+    positions: Array
+    recording: Recording
+
+
+@dataclass(frozen=True, slots=True)
 class SampleDone:
     """A sampling job that ended: with its samples, or with the reason it failed."""
 
     job: str
     result: SampleResponse | Exception
+    recordings: Sequence[Recording] = ()
+    """Of all its samples, if the request asked for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +178,11 @@ class Engine(Protocol):
         *,
         backward: bool = True,
         owner: str = "",
+        recalled: Sequence[Recalled] | None = None,
     ) -> None:
         """Validate and admit a pass; with `backward`, the gradient of its summed loss goes to the adapter's buffer.
+
+        `recalled` has the recording behind each datum, for the loss `stable_reinforce`.
 
         Passes advance with each `pass_step`, those of several adapters together, fairly by owner; those of one
         adapter end in the order in which they were admitted. Its weights must not change before they have ended.
@@ -217,9 +258,10 @@ def run_pass(
     config: Mapping[str, float | str],
     *,
     backward: bool = True,
+    recalled: Sequence[Recalled] | None = None,
 ) -> ForwardBackwardOutput:
     """Run a pass to its end, on an engine that is at nothing else."""
-    engine.pass_start("the only one", adapter, data, loss_fn, config, backward=backward)
+    engine.pass_start("the only one", adapter, data, loss_fn, config, backward=backward, recalled=recalled)
     while engine.passing():
         for done in engine.pass_step():
             if isinstance(done.result, Exception):

@@ -15,11 +15,14 @@ import numpy as np
 
 from tinkex.engine import (
     ADAMW,
+    RECORDED_TOKENS,
     BaseModel,
     DrawnToken,
     EngineError,
     Listener,
     PassDone,
+    Recalled,
+    Recording,
     SampleDone,
     Writer,
     check_optimizer,
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 
 SIZE = 8
 STATE = "fake.json"
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "custom")
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom")
 
 
 @dataclass
@@ -118,14 +121,20 @@ class FakeEngine:
         *,
         backward: bool = True,
         owner: str = "",
+        recalled: Sequence[Recalled] | None = None,
     ) -> None:
-        """Admit a pass."""
+        """Admit a pass; recordings move its weights, so that other ones show."""
         self._adapter(adapter)
         if loss_fn not in LOSSES:
             raise EngineError(f"unknown loss {loss_fn!r}; known are {', '.join(LOSSES)}")
         if loss_fn == "custom" and config.get("loss_id") not in self._losses:
             raise EngineError(f"there is no custom loss {config.get('loss_id')!r}")
         arrays = [(datum.model_input.to_numpy(), *_arrays(index, datum)) for index, datum in enumerate(data)]
+        if loss_fn == "stable_reinforce":
+            if recalled is None or len(recalled) != len(data):
+                raise EngineError("loss 'stable_reinforce' needs the recordings of its samples")
+            for known, (_, _, weights) in zip(recalled, arrays, strict=True):
+                weights[known.positions] += known.recording.top_logprobs.sum(-1)
         self._passes.append(_Pass(job, adapter, arrays, backward))
 
     def pass_step(self) -> Sequence[PassDone]:
@@ -266,7 +275,10 @@ class FakeEngine:
                 result = error
             if result is not None:
                 del self._jobs[name]
-                done.append(SampleDone(name, result))
+                recordings: Sequence[Recording] = ()
+                if job.request.record_stability_info and isinstance(result, SampleResponse):
+                    recordings = [_recording(job.weights, sequence) for sequence in result.sequences]
+                done.append(SampleDone(name, result, recordings))
         return done
 
     def sample_cancel(self, job: str) -> None:
@@ -331,7 +343,7 @@ def _arrays(index: int, datum: Datum) -> tuple[Array, Array]:
         if found != expected:
             raise EngineError(f"datum {index}: {key!r} has length {found} but the model input has length {expected}")
     weights = datum.loss_fn_inputs.get("weights", datum.loss_fn_inputs.get("advantages"))
-    return targets, np.ones(targets.shape) if weights is None else weights.to_numpy()
+    return targets, np.ones(targets.shape) if weights is None else weights.to_numpy().copy()
 
 
 def _drawn(job: _Job) -> list[DrawnToken]:
@@ -350,6 +362,15 @@ def _sequence(job: _Job, index: int) -> SampledSequence:
     numbers = _hash(job.seed % 2**64, index, int(prompt.sum()), np.arange(job.limit))
     tokens = (numbers * 100).astype(np.int32) + 100
     return SampledSequence("length", tokens_np=tokens, logprobs_np=_logprobs(job.weights, tokens, tokens).astype("f4"))
+
+
+def _recording(weights: Array, sequence: SampledSequence) -> Recording:
+    assert sequence.tokens_np is not None
+    assert sequence.logprobs_np is not None
+    tokens = sequence.tokens_np
+    top = (tokens[:, None] + np.arange(RECORDED_TOKENS)).astype(np.int32)
+    logprobs = _logprobs(weights, tokens, top).astype(np.float32)
+    return Recording(tokens, sequence.logprobs_np, sequence.logprobs_np, top, logprobs)
 
 
 def _topk(prompt: Array, logprobs: Array, k: int) -> TopkLogprobs:

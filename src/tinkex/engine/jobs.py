@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tinkex.engine import DrawnToken, EngineError, Listener, token_limit
+from tinkex.engine import DrawnToken, EngineError, Listener, SampleDone, token_limit
 from tinkex.engine.cache import prompt_keys
 from tinkex.engine.choices import choose, uniforms
 from tinkex.engine.losses import read_tokens
+from tinkex.engine.recordings import Recorder
 from tinkex.engine.trainer import LOGITS_BUDGET, log_softmax
 from tinkex.types.sampling import (
     EMPTY_CELL,
@@ -282,12 +283,25 @@ class Job:
         self.scores = PromptScores(self.prompt, request, seed, config.vocab)
         self.samples = [Sample(index, [], [], []) for index in range(request.num_samples)]
         self.keys = prompt_keys(source.weights, self.prompt)
+        self.recorder = None
+        if request.record_stability_info:
+            self.recorder = Recorder(request.num_samples, self.limit, config.vocab)
 
-    def commit(self, samples: Sequence[Sample], tokens: Array, logprobs: Array, topk: TopkLogprobs | None) -> None:
-        """Give samples a token each, tell the listener, and mark those that end."""
+    def commit(
+        self,
+        samples: Sequence[Sample],
+        tokens: Array,
+        logprobs: Array,
+        topk: TopkLogprobs | None,
+        scores: tuple[Array, Array, Array] | None = None,
+    ) -> None:
+        """Give samples a token each, tell the listener, and mark those that end. A recording takes the scores."""
         if not np.isfinite(logprobs).all():
             raise EngineError("the model's logits are not finite: its weights are broken", "server")
-        ended = self._stop(np.array([sample.index for sample in samples]), tokens)
+        indices = np.array([sample.index for sample in samples])
+        if self.recorder is not None and scores is not None:
+            self.recorder.add(indices, np.array([len(sample.tokens) for sample in samples]), scores)
+        ended = self._stop(indices, tokens)
         drawn = []
         for at, (sample, token, logprob) in enumerate(zip(samples, tokens.tolist(), logprobs.tolist(), strict=True)):
             sample.tokens.append(token)
@@ -317,9 +331,13 @@ class Job:
         rows = self.scores.rows
         return rows.start if len(rows) else self.prompt.size - 1
 
-    def response(self) -> SampleResponse:
-        """The result, once every sample has ended."""
-        return self.scores.response([self._sequence(sample) for sample in self.samples])
+    def done(self, name: str) -> SampleDone:
+        """The result, once every sample has ended, under the job's name."""
+        response = self.scores.response([self._sequence(sample) for sample in self.samples])
+        if self.recorder is None:
+            return SampleDone(name, response)
+        recorded = [self.recorder.recording(s.index, s.tokens, s.logprobs) for s in self.samples]
+        return SampleDone(name, response, recorded)
 
     def _sequence(self, sample: Sample) -> SampledSequence:
         k = self.request.topk_sample_logprobs

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tinkex.engine import EngineError
+from tinkex.engine.copies import to_host
 from tinkex.types.inputs import Datum, EncodedTextChunk, ModelInput
 from tinkex.types.tensors import Array, TensorData
 
@@ -32,6 +33,9 @@ KNOWN_INPUTS = (TARGETS, "weights", "logprobs", "advantages", "mask")
 
 CUSTOM = "custom"
 """The name under which passes use a loss that was sent as a graph."""
+
+STABLE_REINFORCE = "stable_reinforce"
+"""The name of the loss that is computed from recordings of its samples."""
 
 MAX_TARGETS = 1024
 """Most targets of one position."""
@@ -144,31 +148,54 @@ LOSSES: dict[str, Loss] = {
     "gspo": _clipping(gspo, 0.8, 1.2, sequence_ratio_mask=1.0),
 }
 
-NOT_OFFERED = {
-    "stable_reinforce": "it is computed from what is recorded while sampling (record_stability_info), and neither its "
-    "formula nor its records are documented; ppo, cispo and gspo are the losses for off-policy samples",
-}
-"""Losses that the protocol names and that are not computed here, and why."""
-
 
 def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict[str, float]]:
     """A loss by name and its configuration, defaults filled in."""
-    if name in NOT_OFFERED:
-        raise EngineError(f"loss {name!r} is not offered: {NOT_OFFERED[name]}")
     loss = LOSSES.get(name)
     if loss is None:
-        raise EngineError(f"unknown loss {name!r}; known are {', '.join([*LOSSES, CUSTOM])}")
-    known = ", ".join(loss.config) or "none"
+        raise EngineError(f"unknown loss {name!r}; known are {', '.join([*LOSSES, STABLE_REINFORCE, CUSTOM])}")
+    return loss, fill_settings(name, loss.config, config)
+
+
+def fill_settings(
+    name: str, defaults: Mapping[str, float | None], config: Mapping[str, float | str]
+) -> dict[str, float]:
+    """The configuration of a loss, defaults filled in."""
+    known = ", ".join(defaults) or "none"
     for key, value in config.items():
-        if key not in loss.config:
+        if key not in defaults:
             raise EngineError(f"loss {name!r} has no setting {key!r}; known are {known}")
         if isinstance(value, str) or not np.isfinite(value):
             raise EngineError(f"loss {name!r}: setting {key!r} must be a finite number, got {value!r}")
-    settings = {**loss.config, **config}
+    settings = {**defaults, **config}
     for key, setting in settings.items():
         if setting is None:
             raise EngineError(f"loss {name!r} needs the setting {key!r}: it has no default")
-    return loss, {key: float(setting) for key, setting in settings.items() if setting is not None}
+    return {key: float(setting) for key, setting in settings.items() if setting is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Tokens whose log-probabilities a loss reads beside those of the targets: as many at each of some positions."""
+
+    positions: Array
+    """Ascending."""
+    tokens: Array
+    """`[positions, tokens of each]`"""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The values of a loss on a micro-batch, their gradient by its log-probabilities, and metrics of each datum."""
+
+    losses_L: torch.Tensor
+    grad_M: torch.Tensor | None
+    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def to_host(self) -> Evaluated:
+        """A copy that is there once the device has come so far."""
+        grad_M = None if self.grad_M is None else to_host(self.grad_M)
+        return Evaluated(to_host(self.losses_L.detach()), grad_M, self.metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +205,46 @@ class Examples:
     tokens: list[Array]
     targets: list[Array]
     inputs: dict[str, list[Array]]
+    others: Sequence[Others] = ()
+    """By datum, what else its loss reads, if it reads anything else."""
+
+    def wanted(self, index: int) -> tuple[Array, Array]:
+        """The tokens whose log-probabilities the loss of a datum reads, and how many each of its positions has."""
+        targets, size = self.targets[index], self.tokens[index].size
+        if not self.others:
+            return targets.reshape(-1), np.full(size, targets.size // size)
+        counts, own = self._counts(index), self._own(index)
+        tokens = np.empty(int(counts.sum()), targets.dtype)
+        beside = np.ones(tokens.size, bool)
+        beside[own] = False
+        tokens[own], tokens[beside] = targets, self.others[index].tokens.reshape(-1)
+        return tokens, counts
+
+    def starts(self) -> Array:
+        """Where the log-probabilities that the loss of each datum reads begin, one datum after the other."""
+        starts: Array = np.cumsum([0, *(self._size(index) for index in range(len(self.targets)))])
+        return starts
+
+    def own(self, indices: Sequence[int]) -> Array | None:
+        """Which of the log-probabilities that the losses of data read are of their targets; None if all are."""
+        if not self.others:
+            return None
+        starts = np.cumsum([0, *(self._size(index) for index in indices[:-1])])
+        return np.concatenate([start + self._own(index) for start, index in zip(starts, indices, strict=True)])
+
+    def _size(self, index: int) -> int:
+        return self.targets[index].size + (self.others[index].tokens.size if self.others else 0)
+
+    def _counts(self, index: int) -> Array:
+        """How many each position has: a target, and at some positions others."""
+        counts = np.ones(self.tokens[index].size, np.int64)
+        counts[self.others[index].positions] += self.others[index].tokens.shape[1]
+        return counts
+
+    def _own(self, index: int) -> Array:
+        counts = self._counts(index)
+        own: Array = np.cumsum(counts) - counts
+        return own
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,44 +9,34 @@ Axes: M targets of a micro-batch, L values of a loss: one per target, or one per
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from tinkex.engine import EngineError
-from tinkex.engine.copies import to_device, to_host
+from tinkex.engine import EngineError, Recalled
+from tinkex.engine.copies import to_device
 from tinkex.engine.custom import CompiledLoss
 from tinkex.engine.losses import (
     CUSTOM,
     SEQUENCE,
+    STABLE_REINFORCE,
     TARGETS,
+    Evaluated,
     Examples,
     Loss,
     Room,
     check_shape,
+    fill_settings,
     find_loss,
     present,
     read_examples,
     read_targets,
 )
+from tinkex.engine.stability import DEFAULTS, StableReinforce, read_settings
 from tinkex.types.inputs import Datum
 from tinkex.types.tensors import Array
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """The values of a loss on a micro-batch, their gradient by its log-probabilities, and metrics of each datum."""
-
-    losses_L: torch.Tensor
-    grad_M: torch.Tensor | None
-    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
-
-    def to_host(self) -> Evaluated:
-        """A copy that is there once the device has come so far."""
-        grad_M = None if self.grad_M is None else to_host(self.grad_M)
-        return Evaluated(to_host(self.losses_L.detach()), grad_M, self.metrics)
 
 
 class Objective(Protocol):
@@ -68,8 +58,18 @@ class Objective(Protocol):
         """The loss of the chosen data, and its gradient if there is to be one."""
 
 
-def find_objective(name: str, config: Mapping[str, float | str], losses: Mapping[str, CompiledLoss]) -> Objective:
-    """What a request names: a loss of the table, or one of those that were sent."""
+def find_objective(
+    name: str,
+    config: Mapping[str, float | str],
+    losses: Mapping[str, CompiledLoss],
+    recalled: Sequence[Recalled] | None = None,
+) -> Objective:
+    """What a request names: a loss of the table, one of those that were sent, or the one that needs recordings."""
+    if name == STABLE_REINFORCE:
+        settings = read_settings(fill_settings(name, DEFAULTS, config))
+        if recalled is None:
+            raise EngineError(f"loss {name!r} is computed from recordings of its samples, and there are none")
+        return StableReinforce(settings, recalled)
     if name != CUSTOM:
         return TableLoss(*find_loss(name, config))
     loss_id = config.get("loss_id")

@@ -43,6 +43,7 @@ from tinkex.engine.decoding import (
 from tinkex.engine.jobs import Job, Sample
 from tinkex.engine.native.decoding import NativeDecoding, NativePrefill, NativeSteps
 from tinkex.engine.native.weights import find as find_native
+from tinkex.engine.recordings import Scores
 from tinkex.engine.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.turns import Shares
 from tinkex.types.sampling import SampleRequest, TopkLogprobs
@@ -115,6 +116,8 @@ class _Drawn:
     """Which of the samples are whose."""
     topk: Sequence[tuple[torch.Tensor, torch.Tensor] | None]
     """The likeliest tokens, for jobs that ask for them."""
+    scores: Mapping[int, tuple[Scores, slice]]
+    """For jobs that are recorded, by their place in `jobs`, what is recorded of them and which rows of it."""
     both_2B: torch.Tensor
     """Tokens and log-probabilities."""
     done: torch.cuda.Event | None
@@ -279,7 +282,7 @@ class Runner:
         held = [*running.blocks, *(block for s in running.rows if s.row is not None for block in s.row.blocks)]
         self._remove(running)
         if running.error is None:
-            return SampleDone(running.name, running.job.response())
+            return running.job.done(running.name)
         self._blocks.withdraw(held)
         self._pool.clear([block for block in set(held) if not self._blocks.held(block)])
         return SampleDone(running.name, running.error)
@@ -325,8 +328,10 @@ class Runner:
                 sample.row.drawn = at
         jobs = [(pairs[at_b[0]][0], at_b) for at_b in rows_of.values()]
         topk = [_likeliest(known, at_b, running.job.request.topk_sample_logprobs) for running, at_b in jobs]
+        scores = _scores(logits_BV, tokens_B, jobs)
         both_2B = to_host(torch.stack([tokens_B.double(), chosen_B.double()]))  # one copy
-        return _Drawn([(sample, sample.row) for _, sample in pairs], jobs, topk, both_2B, mark(logits_BV.device))
+        samples = [(sample, sample.row) for _, sample in pairs]
+        return _Drawn(samples, jobs, topk, scores, both_2B, mark(logits_BV.device))
 
     def _choose(
         self, logits_BV: torch.Tensor, pairs: Sequence[tuple[_Running, Sample]]
@@ -367,7 +372,7 @@ class Runner:
             _fail([running for running, _ in drawn.jobs], error)
             return
         tokens, logprobs = both_2B[0].astype(np.int64), both_2B[1].astype(np.float32)
-        for (running, at_b), topk in zip(drawn.jobs, drawn.topk, strict=True):
+        for number, ((running, at_b), topk) in enumerate(zip(drawn.jobs, drawn.topk, strict=True)):
             kept = [at for at in at_b if drawn.samples[at][0].row is drawn.samples[at][1]]
             samples = [drawn.samples[at][0] for at in kept]
             for sample in samples:
@@ -375,7 +380,10 @@ class Runner:
             if not kept or running.error is not None:
                 continue
             try:
-                running.job.commit(samples, tokens[kept], logprobs[kept], _table(topk, at_b, kept))
+                scores = None
+                if (recorded := drawn.scores.get(number)) is not None:
+                    scores = recorded[0].rows(recorded[1], np.isin(at_b, kept))
+                running.job.commit(samples, tokens[kept], logprobs[kept], _table(topk, at_b, kept), scores)
             except Exception as error:
                 running.error = error
                 continue
@@ -533,6 +541,22 @@ def _likeliest(known: _Logprobs, at_b: Sequence[int], k: int) -> tuple[torch.Ten
         return None
     values, ids = known.of(at_b).topk(k, dim=-1)
     return to_host(ids), to_host(values)
+
+
+def _scores(
+    logits_BV: torch.Tensor, tokens_B: torch.Tensor, jobs: Sequence[tuple[_Running, list[int]]]
+) -> dict[int, tuple[Scores, slice]]:
+    """What is recorded of a step, for all jobs that are recorded at once."""
+    places: dict[int, slice] = {}
+    rows: list[int] = []
+    for number, (running, at_b) in enumerate(jobs):
+        if running.job.recorder is not None:
+            places[number] = slice(len(rows), len(rows) + len(at_b))
+            rows += at_b
+    if not rows:
+        return {}
+    scores = Scores.of(logits_BV, tokens_B, rows)
+    return {number: (scores, place) for number, place in places.items()}
 
 
 def _table(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine import ADAMW, BaseModel, EngineError, Listener, PassDone, SampleDone, Writer
+from tinkex.engine import ADAMW, BaseModel, EngineError, Listener, PassDone, Recalled, SampleDone, Writer
 from tinkex.engine.config import describe, resolve
 from tinkex.engine.custom import CompiledLoss, compile_graph
 from tinkex.engine.decoder import BARE, Decoder, Lora
@@ -134,9 +134,10 @@ class TorchEngine:
         *,
         backward: bool = True,
         owner: str = "",
+        recalled: Sequence[Recalled] | None = None,
     ) -> None:
         """Validate and admit a pass; with `backward`, the gradient of its summed loss goes to the adapter's buffer."""
-        objective = find_objective(loss_fn, config, self._losses)
+        objective = find_objective(loss_fn, config, self._losses, recalled)
         self._trainer.start(job, adapter, self._adapter(adapter), data, objective, backward=backward, owner=owner)
 
     def pass_step(self) -> Sequence[PassDone]:

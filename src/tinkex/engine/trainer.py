@@ -29,8 +29,8 @@ from tinkex.engine.copies import mark, to_device, to_host
 from tinkex.engine.decoder import Decoder, cap_logits, hidden_states
 from tinkex.engine.elementwise import kernels_for
 from tinkex.engine.lora import Factors, Layout, Linear
-from tinkex.engine.losses import Examples, Room
-from tinkex.engine.objectives import Evaluated, Objective
+from tinkex.engine.losses import Evaluated, Examples, Room
+from tinkex.engine.objectives import Objective
 from tinkex.engine.optim import State, check, state_type, step
 from tinkex.engine.span_adapters import ROWS, Span, SpanAdapters
 from tinkex.engine.span_adapters import backward as mixed_backward
@@ -422,9 +422,11 @@ def _gradient(loss: Evaluated | EngineError, logprobs_M: torch.Tensor) -> torch.
 def _put(work: Pass, piece: list[int], logprobs_M: torch.Tensor, loss: Evaluated) -> EngineError | None:
     """Store the results of a piece, if they are numbers."""
     try:
-        work.results.put(piece, logprobs_M, loss)
+        own = work.examples.own(piece)
+        work.results.put(piece, logprobs_M if own is None else logprobs_M[own], loss)
         if loss.grad_M is not None:
-            _check_finite("gradient of the loss", loss.grad_M.numpy(), work.results.starts, piece)
+            starts = work.examples.starts() if work.examples.others else work.results.starts
+            _check_finite("gradient of the loss", loss.grad_M.numpy(), starts, piece)
     except EngineError as error:
         return error
     return None
@@ -471,10 +473,8 @@ class Packed:
         for work, piece in chosen:
             examples = work.examples
             sequences = [examples.tokens[index] for index in piece]
-            flat = [examples.targets[index].reshape(-1) for index in piece]
-            per_token = np.repeat(
-                [t.size // n.size for t, n in zip(flat, sequences, strict=True)], [n.size for n in sequences]
-            )
+            wanted = [examples.wanted(index) for index in piece]
+            flat, per_token = [tokens for tokens, _ in wanted], np.concatenate([counts for _, counts in wanted])
             if padding := -per_token.size % ROWS:
                 sequences.append(np.zeros(padding, dtype=np.int64))
             here = [sequence.size for sequence in sequences]
