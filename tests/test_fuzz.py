@@ -99,6 +99,7 @@ class CheckedEngine(FakeEngine):
         seed: int,
         listener: Listener | None = None,
         owner: str = "",
+        cache: str = "",
     ) -> None:
         if not request.prompt.is_text:
             raise EngineError("prompt: only text is supported")

@@ -261,10 +261,10 @@ def test_only_streams_have_their_tokens_gathered(serve: Callable[..., Wire]) -> 
 
     class Spy(FakeEngine):
         def sample_start(
-            self, job: str, sampler: str, request: Any, seed: int, listener: Any = None, owner: str = ""
+            self, job: str, sampler: str, request: Any, seed: int, listener: Any = None, *others: Any, **named: Any
         ) -> None:
             listeners.append(listener)
-            super().sample_start(job, sampler, request, seed, listener, owner)
+            super().sample_start(job, sampler, request, seed, listener, *others, **named)
 
     wire = serve(Spy())
     sampler = sampler_of(wire)

@@ -834,6 +834,20 @@ def test_later_versions_of_a_known_optimizer_pass_through() -> None:
 # ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covers("U41")
+def test_versions_of_weights_and_cache_hits_are_read() -> None:
+    sequence = {"stop_reason": "stop", "tokens": [5, 6, 7], "logprobs": None, "weights_versions": [1, 1, 2]}
+    wire = {"sequences": [sequence], "prompt_cache_hit_tokens": 64, "type": "sample"}
+    response = types.SampleResponse.from_wire(wire)
+    assert response.sequences[0].weights_versions == [1, 1, 2]
+    assert response.prompt_cache_hit_tokens == 64
+    assert response.to_wire() == wire
+    assert response.sequences[0].named("x").weights_versions == [1, 1, 2]
+    for bad in ([1, 1], [[1], [1], [2]], ["a", 1, 2], [2**70, 1, 1]):
+        with pytest.raises(ValueError, match="weights_versions"):
+            types.SampledSequence.from_wire(sequence | {"weights_versions": bad})
+
+
 @pytest.mark.covers("C90", "24.types.7")
 def test_tables_of_older_dialects_are_read() -> None:
     wire = {

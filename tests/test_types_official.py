@@ -62,6 +62,7 @@ EXTRA_HERE = {
     "FuturesRetrieveRequest": {"inline_bytes"},
     "ForwardBackwardRequest": {"forward_only"},
     "OptimStepRequest": {"adam_params", "optimizer_params"},
+    "SampledSequence": {"weights_versions_np"},
 }
 CLASSES = [
     "AccessibleSearchOwner",

@@ -166,7 +166,9 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "tokens": (2, "bytes"),
         "logprobs": (3, "optional bytes"),
         "topk_sampled_logprobs": (4, "optional TopkLogprobs"),
+        "weights_spans": (1001, "repeated WeightsSpan"),  # ours; official clients skip it
     },
+    "WeightsSpan": {"version": (1, "int64"), "tokens": (2, "int64")},
     "TopkLogprobs": {
         "token_ids": (1, "bytes"),
         "logprobs": (2, "bytes"),
@@ -568,6 +570,8 @@ def encode_sample(response: SampleResponse) -> bytes:
         if logprobs is not None:
             target.logprobs = packed(logprobs, "float32")
         _put_topk(target, "topk_sampled_logprobs", sequence.topk_logprobs_np or _table(sequence.topk_logprobs))
+        if sequence.weights_versions_np is not None:
+            _put_versions(target, sequence.weights_versions_np)
     scores = response.prompt_logprobs if response.prompt_logprobs_np is None else response.prompt_logprobs_np
     if scores is not None:
         wire.prompt_logprobs = packed(scores, "float32")
@@ -591,6 +595,22 @@ def _table(rows: TopkList | None) -> TopkLogprobs | None:
         for place, (token, logprob) in enumerate(row or ()):
             ids[index, place], logprobs[index, place] = token, logprob
     return TopkLogprobs(ids, logprobs)
+
+
+def _put_versions(target: Any, versions: Array) -> None:
+    """Neighbours of the same version as one span: there are few."""
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
+    for start, tokens in zip(starts.tolist(), np.diff([*starts, versions.size]).tolist(), strict=True):
+        target.weights_spans.add(version=int(versions[start]), tokens=tokens)
+
+
+def _get_versions(source: Any, tokens: int) -> Array | None:
+    if not source.weights_spans:
+        return None
+    counts = [span.tokens for span in source.weights_spans]
+    if min(counts, default=0) < 0 or sum(counts) != tokens:
+        raise ValueError(f"malformed protobuf: weights_spans cover {sum(counts)} tokens of {tokens}")
+    return np.repeat(np.array([span.version for span in source.weights_spans], np.int64), counts)
 
 
 def _put_topk(target: Any, field: str, topk: TopkLogprobs | None) -> None:
@@ -629,11 +649,13 @@ def decode_sample(body: bytes) -> SampleResponse:
 def _get_sequence(source: Any) -> SampledSequence:
     if source.stop_reason not in (STOP, LENGTH):
         raise ValueError(f"malformed protobuf: unknown stop reason {source.stop_reason}")
+    tokens = unpacked(source.tokens, "int32", "sampled tokens")
     return SampledSequence(
         stop_reason="stop" if source.stop_reason == STOP else "length",
-        tokens_np=unpacked(source.tokens, "int32", "sampled tokens"),
+        tokens_np=tokens,
         logprobs_np=_optional_floats(source, "logprobs"),
         topk_logprobs_np=_get_topk(source, "topk_sampled_logprobs"),
+        weights_versions_np=_get_versions(source, tokens.size),
     )
 
 

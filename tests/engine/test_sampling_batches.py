@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.conftest import FAMILIES, SMALL, Checkpoint
 from engine.references import adapter_of, randomise
 from tinkex.engine import EngineError, choices, decoding, run_pass
-from tinkex.engine.cache import BLOCK, Blocks, block_bytes, prompt_keys
+from tinkex.engine.cache import BLOCK, Blocks, block_bytes, namespace, prompt_keys
 from tinkex.engine.choices import choose, uniforms
 from tinkex.engine.decoder import BARE, Lora
 from tinkex.engine.decoding import StaticDecoding
@@ -406,10 +406,11 @@ def test_many_samples_take_turns(limits: Any) -> None:
 
 def test_blocks_are_given_up_oldest_first() -> None:
     blocks = Blocks(4)
-    keys = prompt_keys(1, np.arange(3 * BLOCK))
+    keys = prompt_keys(namespace(1, ""), np.arange(3 * BLOCK))
     assert len(set(keys)) == 3
-    assert prompt_keys(2, np.arange(3 * BLOCK))[0] != keys[0]
-    assert prompt_keys(1, np.arange(2 * BLOCK + 5)) == keys[:2]
+    assert prompt_keys(namespace(2, ""), np.arange(3 * BLOCK))[0] != keys[0]
+    assert prompt_keys(namespace(1, "session"), np.arange(3 * BLOCK))[0] != keys[0]
+    assert prompt_keys(namespace(1, ""), np.arange(2 * BLOCK + 5)) == keys[:2]
     taken = blocks.take(3)
     for block, key in zip(taken, keys, strict=True):
         blocks.publish(block, key)

@@ -138,6 +138,10 @@ class DrawnToken:
     logprob: float
     stop_reason: StopReason | None = None
     """Why the sample ends, when this is its last token."""
+    version: int | None = None
+    """The version of an in-flight target's weights that drew it."""
+    reused: int = 0
+    """How many tokens of the prompt were found in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +225,15 @@ class Engine(Protocol):
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
         """Make a sampler of saved weights, or of the bare base model when there is no directory."""
 
+    def point(self, target: str, sampler: str, version: int) -> None:
+        """Give an in-flight target the weights of a snapshot or a loaded sampler, as this version of its own.
+
+        Samples of the target that run draw their next token with them. They keep their keys and values; a prompt that
+        is being scored keeps its weights to its end. A version that is not above the present one changes nothing.
+        """
+
     def drop_sampler(self, sampler: str) -> None:
-        """Forget a sampler once its jobs have ended; unknown names are ignored."""
+        """Forget a sampler once its jobs have ended, and the target that has its weights; unknown names are ignored."""
 
     def sample_start(
         self,
@@ -232,10 +243,13 @@ class Engine(Protocol):
         seed: int,
         listener: Listener | None = None,
         owner: str = "",
+        cache: str = "",
     ) -> None:
         """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided.
 
-        Where there is no room for all, owners take turns.
+        Where there is no room for all, owners take turns. `sampler` may be an in-flight target. Jobs of the same
+        `cache` share the keys and values of prompts, whichever weights made them; without one, jobs of equal weights
+        do.
 
         A listener is told of the job's tokens as they are drawn; nothing is gathered for jobs without one.
         """

@@ -1,7 +1,8 @@
 """Where keys and values lie: a pool of blocks, who holds them, and how blocks of prompts are found again.
 
 A block has room for `BLOCK` positions of one sequence, in every layer. What a position holds depends on its tokens and
-weights alone, to the bit: a block that is found by its key is as good as one computed anew.
+weights alone, to the bit: a block that is found by its key is as good as one computed anew. In-flight samplers are the
+exception: a session of theirs has a namespace of its own, in which blocks of older weights are found.
 
 Axes: L layers, N blocks, S positions, G key/value heads, C channels of a head, T tokens of a pass.
 """
@@ -111,9 +112,14 @@ class Blocks:
         self.withdraw([block])
 
 
-def prompt_keys(weights: int, prompt: Array) -> list[bytes]:
-    """A key for each full block of a prompt: its tokens and all before them, under the weights that read them."""
-    keys, key = [], weights.to_bytes(8, "little")
+def namespace(weights: int, cache: str) -> bytes:
+    """A name for the keys and values that one may find: those of a cache, else those of equal weights."""
+    return hashlib.blake2b(cache.encode(), digest_size=16).digest() if cache else weights.to_bytes(8, "little")
+
+
+def prompt_keys(space: bytes, prompt: Array) -> list[bytes]:
+    """A key for each full block of a prompt: its tokens and all before them, within a namespace."""
+    keys, key = [], space
     tokens = np.ascontiguousarray(prompt, dtype=np.int64)
     for start in range(0, prompt.size - BLOCK + 1, BLOCK):
         key = hashlib.blake2b(key + tokens[start : start + BLOCK].tobytes(), digest_size=16).digest()

@@ -305,6 +305,9 @@ class Decoding(Protocol):
     def keep(self, tokens_B: torch.Tensor) -> None:
         """Remember these tokens, for rows that go by their `drawn`."""
 
+    def replace(self, before: int, weights: int, lora: Lora) -> None:
+        """Hear that rows go on with other weights: what is kept for those before is hardly needed again."""
+
 
 @dataclass(eq=False, slots=True)
 class _Slab:
@@ -369,6 +372,9 @@ class SlabDecoding:
 
     def keep(self, tokens_B: torch.Tensor) -> None:
         """Tokens are always read at once."""
+
+    def replace(self, before: int, weights: int, lora: Lora) -> None:
+        """Nothing is kept of weights."""
 
     def _slot(self, row: Row, length: int) -> torch.Tensor:
         """Room for a row of at least this length: `[L, 2, G, S, C]`."""
@@ -542,6 +548,11 @@ class StaticDecoding:
     def keep(self, tokens_B: torch.Tensor) -> None:
         """On the device."""
         self._drawn[: tokens_B.shape[0]] = tokens_B
+
+    def replace(self, before: int, weights: int, lora: Lora) -> None:
+        """The new weights take the place of the old in the bank."""
+        if self._decoded.pop(before, None) is not None:
+            self._decoded[weights] = lora
 
     def _width(self, blocks: int) -> int:
         """Room in the tables: the kernel reads what a row has, so few widths do; plain attention reads it all."""

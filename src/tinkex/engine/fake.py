@@ -67,7 +67,14 @@ class _Job:
     request: SampleRequest
     seed: int
     listener: Listener | None = None
-    steps: int = 0
+    target: str | None = None
+    version: int | None = None
+    drawn: list[tuple[Array, int | None]] = field(default_factory=list)
+    """The weights that drew each token, and their version."""
+
+    @property
+    def steps(self) -> int:
+        return len(self.drawn)
 
     @property
     def limit(self) -> int:
@@ -91,6 +98,7 @@ class FakeEngine:
     _adapters: dict[str, _Adapter] = field(default_factory=dict)
     _losses: set[str] = field(default_factory=set)
     _samplers: dict[str, Array] = field(default_factory=dict)
+    _targets: dict[str, tuple[str, int]] = field(default_factory=dict)
     _passes: list[_Pass] = field(default_factory=list)
     _jobs: dict[str, _Job] = field(default_factory=dict)
 
@@ -238,8 +246,23 @@ class FakeEngine:
         self._base(base_model)
         self._samplers[sampler] = np.zeros(SIZE) if directory is None else np.array(_read(directory)["weights"])
 
+    def point(self, target: str, sampler: str, version: int) -> None:
+        """Give an in-flight target a sampler's weights."""
+        self._enter("point", target)
+        if sampler not in self._samplers:
+            raise EngineError(f"there is no sampler {sampler!r}")
+        if target in self._targets and version <= self._targets[target][1]:
+            return
+        self._targets[target] = (sampler, version)
+        self._samplers[target] = self._samplers[sampler]
+        for job in self._jobs.values():
+            if job.target == target:
+                job.weights, job.version = self._samplers[sampler], version
+
     def drop_sampler(self, sampler: str) -> None:
-        """Forget a sampler."""
+        """Forget a sampler, and the target that has its weights."""
+        for target in [target for target, (pointed, _) in self._targets.items() if pointed == sampler]:
+            del self._targets[target], self._samplers[target]
         self._samplers.pop(sampler, None)
 
     def sample_start(
@@ -250,6 +273,7 @@ class FakeEngine:
         seed: int,
         listener: Listener | None = None,
         owner: str = "",
+        cache: str = "",
     ) -> None:
         """Admit a sampling job."""
         self._enter("sample_start", job)
@@ -258,14 +282,15 @@ class FakeEngine:
         length, most = request.prompt.length, self.longest_prompt
         if not 0 < length <= most:
             raise EngineError(f"prompt: {length} tokens do not fit the context window of {most}")
-        self._jobs[job] = _Job(self._samplers[sampler], request, seed, listener)
+        target, version = (sampler, self._targets[sampler][1]) if sampler in self._targets else (None, None)
+        self._jobs[job] = _Job(self._samplers[sampler], request, seed, listener, target, version)
 
     def sample_step(self) -> Sequence[SampleDone]:
         """Advance every job by one token."""
         time.sleep(self.delay + self.step_delay)
         done = []
         for name, job in list(self._jobs.items()):
-            job.steps += 1
+            job.drawn.append((job.weights, job.version))
             try:
                 self.fail("sample_step", name)
                 if job.listener is not None and job.steps <= job.limit:
@@ -353,7 +378,8 @@ def _drawn(job: _Job) -> list[DrawnToken]:
     for index in range(job.request.num_samples):
         sequence = _sequence(job, index)
         assert sequence.logprobs is not None
-        drawn.append(DrawnToken(index, sequence.tokens[job.steps - 1], sequence.logprobs[job.steps - 1], last))
+        at = job.steps - 1
+        drawn.append(DrawnToken(index, sequence.tokens[at], sequence.logprobs[at], last, job.version))
     return drawn
 
 
@@ -361,7 +387,12 @@ def _sequence(job: _Job, index: int) -> SampledSequence:
     prompt = job.request.prompt.to_numpy()
     numbers = _hash(job.seed % 2**64, index, int(prompt.sum()), np.arange(job.limit))
     tokens = (numbers * 100).astype(np.int32) + 100
-    return SampledSequence("length", tokens_np=tokens, logprobs_np=_logprobs(job.weights, tokens, tokens).astype("f4"))
+    logprobs, versions = _logprobs(job.weights, tokens, tokens), None
+    if job.target is not None:
+        for at, (weights, _) in enumerate(job.drawn[: job.limit]):
+            logprobs[at] = _logprobs(weights, tokens, tokens)[at]
+        versions = np.array([version for _, version in job.drawn[: job.limit]], np.int64)
+    return SampledSequence("length", tokens_np=tokens, logprobs_np=logprobs.astype("f4"), weights_versions_np=versions)
 
 
 def _recording(weights: Array, sequence: SampledSequence) -> Recording:

@@ -9,7 +9,7 @@ Axes: T positions of a prompt, V vocabulary, K likeliest tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tinkex.engine import DrawnToken, EngineError, Listener, SampleDone, token_limit
-from tinkex.engine.cache import prompt_keys
+from tinkex.engine.cache import namespace, prompt_keys
 from tinkex.engine.choices import choose, uniforms
 from tinkex.engine.losses import read_tokens
 from tinkex.engine.recordings import Recorder
@@ -62,6 +62,12 @@ class Source:
     lora: Lora
     eos_tokens: frozenset[int]
     tokenizer: Callable[[], Tokenizer]
+    version: int | None = None
+    """Which of an in-flight target's weights these are."""
+
+    def as_version(self, version: int) -> Source:
+        """The same weights as a version of an in-flight target."""
+        return replace(self, version=version)
 
     @cached_property
     def weights(self) -> int:
@@ -192,8 +198,8 @@ class PromptScores:
             self._alt[0][span, column] = tokens.cpu().numpy()
             self._alt[1][span, column] = logprobs.gather(1, tokens[:, None])[:, 0].cpu().numpy()
 
-    def response(self, sequences: list[SampledSequence]) -> SampleResponse:
-        """The result of the request."""
+    def response(self, sequences: list[SampledSequence], reused: int) -> SampleResponse:
+        """The result of the request, of whose prompt so many tokens were found in the cache."""
         if self._wanted:
             self.logprobs_P[: self._first] = np.nan
             _clear(self._topk, self._first)
@@ -202,6 +208,7 @@ class PromptScores:
             prompt_logprobs_np=self.logprobs_P if self._wanted else None,
             topk_prompt_logprobs_np=self._topk if self._k else None,
             target_prompt_logprobs=None if self._targets is None else self._targets.tensor(),
+            prompt_cache_hit_tokens=reused,
             prompt_alt_tokens=PromptAltTokens(*map(TensorData.from_numpy, self._alt)) if self._alternatives else None,
         )
 
@@ -267,12 +274,22 @@ class Sample:
     row: Row | None = None
     fed: int = 0
     drawn: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Versions of in-flight weights, each with the number of tokens that were drawn before it."""
 
 
 class Job:
     """One request: its prompt and what is known of it, its samples, and how they end."""
 
-    def __init__(self, source: Source, request: SampleRequest, seed: int, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        request: SampleRequest,
+        seed: int,
+        listener: Listener | None = None,
+        target: str | None = None,
+        cache: str = "",
+    ) -> None:
         config = source.model.config
         self._listener = listener
         self.source, self.request, self.seed = source, request, seed
@@ -282,7 +299,11 @@ class Job:
         self._stop = StopRule(source, request.sampling_params.stop, request.num_samples)
         self.scores = PromptScores(self.prompt, request, seed, config.vocab)
         self.samples = [Sample(index, [], [], []) for index in range(request.num_samples)]
-        self.keys = prompt_keys(source.weights, self.prompt)
+        self.keys = prompt_keys(namespace(source.weights, cache), self.prompt)
+        self.target = target
+        """The in-flight target whose weights it takes over as they change."""
+        self.reused: int | None = None
+        """How many tokens of the prompt were found in the cache, once that is known."""
         self.recorder = None
         if request.record_stability_info:
             self.recorder = Recorder(request.num_samples, self.limit, config.vocab)
@@ -294,6 +315,7 @@ class Job:
         logprobs: Array,
         topk: TopkLogprobs | None,
         scores: tuple[Array, Array, Array] | None = None,
+        version: int | None = None,
     ) -> None:
         """Give samples a token each, tell the listener, and mark those that end. A recording takes the scores."""
         if not np.isfinite(logprobs).all():
@@ -304,6 +326,8 @@ class Job:
         ended = self._stop(indices, tokens)
         drawn = []
         for at, (sample, token, logprob) in enumerate(zip(samples, tokens.tolist(), logprobs.tolist(), strict=True)):
+            if version is not None and (not sample.versions or sample.versions[-1][1] != version):
+                sample.versions.append((len(sample.tokens), version))
             sample.tokens.append(token)
             sample.logprobs.append(logprob)
             if topk is not None:
@@ -312,7 +336,7 @@ class Job:
                 sample.stop_reason = "stop"
             elif len(sample.tokens) == self.limit:
                 sample.stop_reason = "length"
-            drawn.append(DrawnToken(sample.index, token, logprob, sample.stop_reason))
+            drawn.append(DrawnToken(sample.index, token, logprob, sample.stop_reason, version, self.reused or 0))
         if self._listener is not None:
             self._listener(drawn)
 
@@ -326,6 +350,11 @@ class Job:
         return _blocks(range(max(wanted.start, start), min(wanted.stop, stop)), self.source.model.config.vocab)
 
     @property
+    def is_scored(self) -> bool:
+        """Whether the request asks for anything about its prompt."""
+        return len(self.scores.rows) > 0
+
+    @property
     def first_scored(self) -> int:
         """The first position whose hidden state is needed; only what lies before it may come from others."""
         rows = self.scores.rows
@@ -333,7 +362,8 @@ class Job:
 
     def done(self, name: str) -> SampleDone:
         """The result, once every sample has ended, under the job's name."""
-        response = self.scores.response([self._sequence(sample) for sample in self.samples])
+        sequences = [self._sequence(sample) for sample in self.samples]
+        response = self.scores.response(sequences, self.reused or 0)
         if self.recorder is None:
             return SampleDone(name, response)
         recorded = [self.recorder.recording(s.index, s.tokens, s.logprobs) for s in self.samples]
@@ -352,7 +382,15 @@ class Job:
             tokens_np=np.array(sample.tokens, np.int32),
             logprobs_np=np.array(sample.logprobs, np.float32),
             topk_logprobs_np=table,
+            weights_versions_np=None if self.target is None else _each_version(sample),
         )
+
+
+def _each_version(sample: Sample) -> Array:
+    """The version of the weights that drew each token."""
+    starts = [start for start, _ in sample.versions]
+    counts = np.diff([*starts, len(sample.tokens)]) if starts else 0
+    return np.repeat(np.array([version for _, version in sample.versions], np.int64), counts)
 
 
 def _blocks(rows: range, vocab: int) -> Iterator[range]:

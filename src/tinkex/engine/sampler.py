@@ -40,7 +40,7 @@ from tinkex.engine.decoding import (
     StaticDecoding,
     put,
 )
-from tinkex.engine.jobs import Job, Sample
+from tinkex.engine.jobs import Job, Sample, Source
 from tinkex.engine.native.decoding import NativeDecoding, NativePrefill, NativeSteps
 from tinkex.engine.native.weights import find as find_native
 from tinkex.engine.recordings import Scores
@@ -103,6 +103,8 @@ class _Running:
     rows: list[Sample] = field(default_factory=list)
     ready: bool = False
     """Whether the prompt has been run and every sample has its first token."""
+    moved: Source | None = None
+    """The weights it goes on with once its prompt has been scored."""
     error: Exception | None = None
 
 
@@ -112,8 +114,8 @@ class _Drawn:
 
     samples: Sequence[tuple[Sample, Row | None]]
     """With the row that each had then."""
-    jobs: Sequence[tuple[_Running, list[int]]]
-    """Which of the samples are whose."""
+    jobs: Sequence[tuple[_Running, list[int], int | None]]
+    """Which of the samples are whose, and the version of in-flight weights that drew them."""
     topk: Sequence[tuple[torch.Tensor, torch.Tensor] | None]
     """The likeliest tokens, for jobs that ask for them."""
     scores: Mapping[int, tuple[Scores, slice]]
@@ -181,6 +183,25 @@ class Runner:
         self._take_out()
         done, self._done = self._done, []
         return done
+
+    def move(self, target: str, source: Source) -> None:
+        """Have the jobs of an in-flight target go on with other weights; what is in the cache stays there."""
+        waiting = [job for queue in self._queues.values() for _, job in queue] + [job for _, job, _ in self._returned]
+        for job in waiting:
+            if job.target == target:
+                job.source = source
+        for running in self._running:
+            if running.job.target == target and not running.ready and running.job.is_scored:
+                running.moved = source  # one version scores the whole prompt
+            elif running.job.target == target:
+                self._go_on(running, source)
+
+    def _go_on(self, running: _Running, source: Source) -> None:
+        before, running.job.source, running.moved = running.job.source, source, None
+        rows = [sample.row for sample in running.rows if sample.row is not None]
+        for row in rows:
+            row.lora, row.weights = source.lora, source.weights
+        self._decoding.replace(before.weights, source.weights, source.lora)
 
     def cancel(self, name: str) -> None:
         """Drop a job."""
@@ -326,9 +347,10 @@ class Runner:
             sample.drawn += 1
             if sample.row is not None:
                 sample.row.drawn = at
-        jobs = [(pairs[at_b[0]][0], at_b) for at_b in rows_of.values()]
-        topk = [_likeliest(known, at_b, running.job.request.topk_sample_logprobs) for running, at_b in jobs]
-        scores = _scores(logits_BV, tokens_B, jobs)
+        firsts = [(pairs[at_b[0]][0], at_b) for at_b in rows_of.values()]
+        jobs = [(running, at_b, running.job.source.version) for running, at_b in firsts]
+        topk = [_likeliest(known, at_b, running.job.request.topk_sample_logprobs) for running, at_b, _ in jobs]
+        scores = _scores(logits_BV, tokens_B, firsts)
         both_2B = to_host(torch.stack([tokens_B.double(), chosen_B.double()]))  # one copy
         samples = [(sample, sample.row) for _, sample in pairs]
         return _Drawn(samples, jobs, topk, scores, both_2B, mark(logits_BV.device))
@@ -369,10 +391,10 @@ class Runner:
                 drawn.done.synchronize()
             both_2B = drawn.both_2B.numpy()
         except Exception as error:
-            _fail([running for running, _ in drawn.jobs], error)
+            _fail([running for running, *_ in drawn.jobs], error)
             return
         tokens, logprobs = both_2B[0].astype(np.int64), both_2B[1].astype(np.float32)
-        for number, ((running, at_b), topk) in enumerate(zip(drawn.jobs, drawn.topk, strict=True)):
+        for number, ((running, at_b, version), topk) in enumerate(zip(drawn.jobs, drawn.topk, strict=True)):
             kept = [at for at in at_b if drawn.samples[at][0].row is drawn.samples[at][1]]
             samples = [drawn.samples[at][0] for at in kept]
             for sample in samples:
@@ -383,7 +405,7 @@ class Runner:
                 scores = None
                 if (recorded := drawn.scores.get(number)) is not None:
                     scores = recorded[0].rows(recorded[1], np.isin(at_b, kept))
-                running.job.commit(samples, tokens[kept], logprobs[kept], _table(topk, at_b, kept), scores)
+                running.job.commit(samples, tokens[kept], logprobs[kept], _table(topk, at_b, kept), scores, version)
             except Exception as error:
                 running.error = error
                 continue
@@ -430,6 +452,8 @@ class Runner:
             self._queues[owner].popleft()
             self._shares.charge(owner, job.prompt.size + len(job.samples) * job.limit)
             self._forget_empty(owner)
+        if job.reused is None:
+            job.reused = len(blocks) * BLOCK
         waiting = [sample for sample in job.samples if sample.stop_reason is None]
         running = _Running(name, job, owner, blocks + self._blocks.take(needed), len(blocks) * BLOCK, waiting)
         self._running.append(running)
@@ -498,6 +522,8 @@ class Runner:
             self._read(self._draw(logits_BV[put(rows[some], logits_BV)], pairs[some], later=False))
         for running in runnings:
             running.waiting = [sample for sample in running.waiting if sample.stop_reason is None]
+            if running.moved is not None:
+                self._go_on(running, running.moved)
 
 
 def _ended(running: _Running) -> bool:
@@ -594,6 +620,11 @@ class Sampler:
             ended = [done for runner in self._runners.values() if runner.busy() for done in runner.step()]
         self._names -= {done.job for done in ended}
         return ended
+
+    def move(self, target: str, source: Source) -> None:
+        """Have the jobs of an in-flight target go on with other weights."""
+        if (runner := self._runners.get(id(source.model))) is not None:
+            runner.move(target, source)
 
     def cancel(self, name: str) -> None:
         """Drop a job; unknown names are ignored."""

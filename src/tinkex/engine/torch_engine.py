@@ -104,6 +104,8 @@ class TorchEngine:
         self._losses: dict[str, CompiledLoss] = {}
         self._samplers: dict[str, Source] = {}
         self._frozen: dict[str, tuple[str, Layout, torch.Tensor]] = {}
+        self._targets: dict[str, str] = {}
+        """In-flight targets, and the samplers whose weights they have."""
         self._sampler = Sampler()
         if eager:
             for base in self._bases.values():
@@ -196,8 +198,19 @@ class TorchEngine:
             lora = Lora(layout.factors(load_factors(directory, layout, base.model.embed_VD)))
         self._samplers[sampler] = base.source(lora)
 
+    def point(self, target: str, sampler: str, version: int) -> None:
+        """Give an in-flight target a sampler's weights; its samples that run go on with them."""
+        source, present = self._source(sampler), self._samplers.get(target)
+        if present is not None and present.version is not None and version <= present.version:
+            return
+        self._samplers[target] = source.as_version(version)
+        self._targets[target] = sampler
+        self._sampler.move(target, self._samplers[target])
+
     def drop_sampler(self, sampler: str) -> None:
         """Forget a sampler; jobs that are under way hold its weights until they end."""
+        for target in [target for target, pointed in self._targets.items() if pointed == sampler]:
+            del self._targets[target], self._samplers[target]
         self._samplers.pop(sampler, None)
         self._frozen.pop(sampler, None)
 
@@ -209,12 +222,11 @@ class TorchEngine:
         seed: int,
         listener: Listener | None = None,
         owner: str = "",
+        cache: str = "",
     ) -> None:
         """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided."""
-        source = self._samplers.get(sampler)
-        if source is None:
-            raise EngineError(f"there is no sampler {sampler!r}")
-        self._sampler.start(job, Job(source, request, seed, listener), owner)
+        target = sampler if sampler in self._targets else None
+        self._sampler.start(job, Job(self._source(sampler), request, seed, listener, target, cache), owner)
 
     def sample_step(self) -> Sequence[SampleDone]:
         """Advance the jobs by one step (one token each, or one prefill) and return those that ended."""
@@ -232,6 +244,11 @@ class TorchEngine:
         if name not in self._bases:
             raise EngineError(f"there is no base model {name!r}; there are {', '.join(self._bases) or 'none'}")
         return self._bases[name]
+
+    def _source(self, sampler: str) -> Source:
+        if sampler not in self._samplers:
+            raise EngineError(f"there is no sampler {sampler!r}")
+        return self._samplers[sampler]
 
     def _adapter(self, name: str) -> Adapter:
         if name not in self._adapters:

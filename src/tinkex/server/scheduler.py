@@ -207,11 +207,12 @@ class Worker:
         seed: int,
         listener: Listener | None = None,
         owner: str = "",
+        cache: str = "",
     ) -> asyncio.Future[SampleResponse]:
         """Queue a sampling job. A listener is called on the event loop, for the last time before the job is done."""
         assert self._loop is not None, "the worker has not been started"
         done: asyncio.Future[SampleResponse] = self._loop.create_future()
-        admitted = self.run(self._admit, job, sampler, request, seed, done, listener, owner)
+        admitted = self.run(self._admit, job, sampler, request, seed, done, listener, owner, cache)
         admitted.add_done_callback(lambda future: _pass_failure(future, done))
         return done
 
@@ -255,10 +256,12 @@ class Worker:
         done: asyncio.Future[SampleResponse],
         listener: Listener | None,
         owner: str,
+        cache: str,
     ) -> None:
         if job in self._cancelled:
             raise EngineError(CANCELLED)
-        self.engine.sample_start(job, sampler, request, seed, self._relay(listener) if listener else None, owner)
+        relay = self._relay(listener) if listener else None
+        self.engine.sample_start(job, sampler, request, seed, relay, owner, cache)
         self._samples[job] = done
 
     def _relay(self, listener: Listener) -> Listener:

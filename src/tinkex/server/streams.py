@@ -76,14 +76,18 @@ class SampleStream(Response):
             self._lengths[token.index] = self._lengths.get(token.index, 0) + 1
             logprob = token.logprob if math.isfinite(token.logprob) else None
             fields = {"token_id": token.token, "token": None, "logprob": logprob, "index": token.index}
+            if token.version is not None:
+                fields["weights_version"] = token.version
             self._events.append(event(fields | {"event_type": "token"}))
             if token.stop_reason is not None:
-                self._end(token.index, token.stop_reason, self._lengths[token.index])
+                self._end(token.index, token.stop_reason, self._lengths[token.index], token.reused)
         self._news.set()
 
-    def _end(self, index: int, reason: str, total: int) -> None:
+    def _end(self, index: int, reason: str, total: int, reused: int) -> None:
         self._ended.add(index)
         fields = {"index": index, "finish_reason": reason, "total_tokens": total, "event_type": "done"}
+        if reused:
+            fields["prompt_cache_hit_tokens"] = reused
         self._events.append(event(fields))
 
     async def _write(self, drawing: asyncio.Future[SampleResponse], send: Send) -> None:
@@ -116,7 +120,7 @@ class SampleStream(Response):
         else:
             for index, sequence in enumerate(result.sequences):
                 if index not in self._ended:  # a sample of no tokens had none to tell its end with
-                    self._end(index, sequence.stop_reason, sequence.length)
+                    self._end(index, sequence.stop_reason, sequence.length, result.prompt_cache_hit_tokens)
 
     def _fail(self, message: str, category: str) -> None:
         self._events.append(event({"error": message, "category": category, "event_type": "error"}, "error"))

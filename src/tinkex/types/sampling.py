@@ -148,6 +148,7 @@ class SampledSequence(Wired):
         "_tokens_list",
         "_logprobs_list",
         "_topk_logprobs_list",
+        "weights_versions_np",
     )
 
     stop_reason: StopReason
@@ -159,6 +160,20 @@ class SampledSequence(Wired):
     _tokens_list: list[int] | None = None
     _logprobs_list: list[float] | None = None
     _topk_logprobs_list: TopkList | None = None
+    weights_versions_np: Array | None = None
+
+    @property
+    def weights_versions(self) -> list[int] | None:
+        """The version of the weights that drew each token, where an in-flight sampler of a tinkex server drew it.
+
+        Versions count the in-flight saves of a run from 1.
+
+        Example:
+            >>> told = {"tokens": [7, 2], "stop_reason": "stop", "weights_versions": [1, 2]}
+            >>> SampledSequence.from_wire(told).weights_versions
+            [1, 2]
+        """
+        return None if self.weights_versions_np is None else self.weights_versions_np.tolist()
 
     @property
     def tokens(self) -> list[int]:
@@ -210,7 +225,10 @@ class SampledSequence(Wired):
             >>> SampledSequence("length", tokens_np=np.array([7, 2])).to_wire()
             {'stop_reason': 'length', 'tokens': [7, 2], 'logprobs': None}
         """
-        return {"stop_reason": self.stop_reason, "tokens": self.tokens, "logprobs": self.logprobs}
+        wire: dict[str, Any] = {"stop_reason": self.stop_reason, "tokens": self.tokens, "logprobs": self.logprobs}
+        if self.weights_versions_np is not None:
+            wire["weights_versions"] = self.weights_versions
+        return wire
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
@@ -237,6 +255,7 @@ class SampledSequence(Wired):
             tokens_np=np.asarray(value["tokens"], dtype=np.int32),
             logprobs_np=_floats(value.get("logprobs")),
             _topk_logprobs_list=_topk(value.get("topk_logprobs")),
+            weights_versions_np=_versions(value.get("weights_versions"), len(value["tokens"])),
         )
 
     def _state(self) -> tuple[Any, ...]:
@@ -250,6 +269,7 @@ class SampledSequence(Wired):
             self._tokens_list if self.tokens_np is None and self._tokens_list else None,
             self._logprobs_list if self.logprobs_np is None else None,
             self._topk_logprobs_list if self.topk_logprobs_np is None else None,
+            self.weights_versions_np,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -361,6 +381,8 @@ class SampleResponse(Wired):
             wire["prompt_logprobs"] = logprobs
         if (topk := self.topk_prompt_logprobs) is not None:
             wire["topk_prompt_logprobs"] = topk
+        if self.prompt_cache_hit_tokens:
+            wire["prompt_cache_hit_tokens"] = self.prompt_cache_hit_tokens
         return wire
 
     @classmethod
@@ -386,6 +408,7 @@ class SampleResponse(Wired):
         return cls(
             [SampledSequence.from_wire(item) for item in value["sequences"]],
             prompt_logprobs_np=_floats(value.get("prompt_logprobs")),
+            prompt_cache_hit_tokens=whole(value.get("prompt_cache_hit_tokens") or 0, "prompt_cache_hit_tokens"),
             _topk_prompt_logprobs_list=_topk(value.get("topk_prompt_logprobs")),
         )
 
@@ -422,6 +445,19 @@ def _floats(values: list[float | None] | None) -> Array | None:
     return np.asarray([np.nan if v is None else v for v in values], dtype=np.float32)
 
 
+def _versions(values: Any, tokens: int) -> Array | None:
+    """The versions of the weights behind so many tokens."""
+    if values is None:
+        return None
+    try:
+        versions = np.array(values, dtype=np.int64)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"malformed weights_versions: {error}") from None
+    if versions.shape != (tokens,):
+        raise ValueError(f"malformed weights_versions: there are {tokens} tokens, and {versions.size} versions")
+    return versions
+
+
 def _topk(rows: Any) -> TopkList | None:
     """Tables of the JSON dialects: a row is absent, or a list of pairs or of objects."""
     if rows is None:
@@ -452,6 +488,8 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True):
     finish_reason: str | None = None
     total_tokens: int | None = None
     logprob: float | None = None
+    weights_version: int | None = None
+    prompt_cache_hit_tokens: int | None = None
     event_type: Literal["token", "done", "error"] = "token"
 
     @classmethod

@@ -88,6 +88,10 @@ class NativeSteps:
         self._packed[number] = packed
         return packed
 
+    def forget(self, number: int) -> None:
+        """Free what is kept of an adapter; if it is used again it is packed again."""
+        self._packed.pop(number, None)
+
     def _forget(self, used: set[int]) -> None:
         idle = [number for number in self._packed if number not in used]
         left = sum(self._packed[number].bytes for number in idle)
@@ -151,6 +155,10 @@ class NativeDecoding:
 
     def keep(self, tokens_B: torch.Tensor) -> None:
         """Tokens are always read at once."""
+
+    def replace(self, before: int, weights: int, lora: Lora) -> None:
+        """Free the packed copy of the old weights."""
+        self._steps.forget(before)
 
 
 def _tables(blocks: Sequence[Sequence[int]]) -> Array:
