@@ -64,6 +64,7 @@ def test_a_key_is_kept_as_a_hash_only(store: Store, tmp_path: Path) -> None:
     assert (first.id, first.owner, first.name, first.last_used, first.revoked) == (number, "ada", "laptop", None, None)
 
 
+@pytest.mark.covers("U45")
 def test_the_first_key_closes_a_running_server(serve: Serve, store: Store) -> None:
     url = serve()
     assert ask(url, None).status == 200
@@ -73,7 +74,9 @@ def test_the_first_key_closes_a_running_server(serve: Serve, store: Store) -> No
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert ask(url, None).status == 401
-    assert ask(url, "tml-other").status == 403
+    wrong = ask(url, "tml-other")
+    assert wrong.status == 401
+    assert "www-authenticate" not in wrong.headers  # a new token would be no remedy
     assert ask(url, key).status == 200
     _, second = create_key(store, "second")
     assert ask(url, second).status == 200  # at once
@@ -90,8 +93,9 @@ def test_a_revoked_key_no_longer_opens_anything_and_the_last_one_does_not_open_t
     assert revoke_key(store, number)
     assert not revoke_key(store, number)
     assert not revoke_key(store, 77)
-    assert ask(url, key).status == 403
-    assert ask(url, None).status == 401
+    for heard in (ask(url, key), ask(url, None)):
+        assert heard.status == 401
+        assert "www-authenticate" not in heard.headers
     assert has_keys(store)
 
 
@@ -138,6 +142,10 @@ def forge(token: str, **changes: Any) -> str:
     return f"{head}.{body}.{signature}"
 
 
+MARK = 'Bearer error="invalid_token"'
+
+
+@pytest.mark.covers("U45")
 def test_a_token_stands_for_its_key(serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
     number, key = create_key(store, "k", "ada@example.org")
@@ -148,14 +156,18 @@ def test_a_token_stands_for_its_key(serve: Serve, store: Store, monkeypatch: pyt
     assert claims["email"] == "ada@example.org"
     assert claims["iss"].startswith("passport-")
     assert 3500 < claims["exp"] - time.time() <= 3600
+    assert claims["exp"] - claims["iat"] == 3600
     session = Keyed(url, key).session()
     assert Keyed(url, token).get("sessions")["sessions"] == [session]
     for wrong in (forge(token, sub="tml:user:local"), forge(token, exp=4e9), "eyJ.x", "eyJ.e30.x", token[:-2], "eyJ"):
-        assert ask(url, wrong).status == 403, wrong
+        heard = ask(url, wrong)
+        assert (heard.status, heard.headers["www-authenticate"]) == (401, MARK), wrong
     revoke_key(store, number)
-    assert ask(url, token).status == 403
+    heard = ask(url, token)
+    assert (heard.status, heard.headers["www-authenticate"]) == (401, MARK)
 
 
+@pytest.mark.covers("U45")
 def test_an_expired_token_is_told_to_be_renewed(
     tmp_path: Path, serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,8 +177,28 @@ def test_an_expired_token_is_told_to_be_renewed(
         patch.setattr(accounts, "TOKEN_SECONDS", -1)
         token = Keyed(url, key).post("auth/token", {})["jwt"]
     heard = ask(url, token)
-    assert heard.status == 401
+    assert (heard.status, heard.headers["www-authenticate"]) == (401, MARK)
     assert "auth/token" in heard.json["detail"]
+
+
+@pytest.mark.covers("U25", "U45")
+def test_a_client_goes_on_when_its_key_is_rotated(
+    tmp_path: Path, serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
+    number, key = create_key(store, "old", "ada")
+    kept = tmp_path / "key"
+    kept.write_text(key)
+    monkeypatch.setenv("TINKER_CREDENTIAL_CMD", f"cat {kept}")
+    with tinkex.ServiceClient(base_url=serve(tokens=True)) as service:
+        service.get_server_capabilities()
+        kept.write_text(create_key(store, "new", "ada")[1])
+        revoke_key(store, number)
+        assert service.get_server_capabilities().supported_models
+        kept.write_text("tml-wrong")
+        revoke_key(store, number + 1)
+        with pytest.raises(tinkex.AuthenticationError, match="not known here"):
+            service.get_server_capabilities()
 
 
 def test_the_secret_is_the_owners_alone_and_stays(tmp_path: Path, store: Store) -> None:
@@ -424,4 +456,7 @@ def test_an_access_token_of_the_owner_opens_a_checkpoint_to_others(two: tuple[Ke
     assert bob.send("copy_weights", copy).status == 404
     heard = bob.send("copy_weights", copy, headers={"X-Tinker-Weights-Access-Token": ada.key})
     assert heard.status == 200, heard
-    assert bob.send("copy_weights", copy, headers={"X-Tinker-Weights-Access-Token": "tml-wrong"}).status == 403
+    for wrong in ("tml-wrong", "eyJ.wrong"):
+        refused = bob.send("copy_weights", copy, headers={"X-Tinker-Weights-Access-Token": wrong})
+        assert refused.status == 403
+        assert "www-authenticate" not in refused.headers

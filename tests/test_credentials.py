@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tinkex
-from faulty import Answer, Seen, faulty_server
-from tinkex import Config, ConfigurationError, HttpClient, ServiceClient
+from faulty import Answer, FaultyServer, Seen, faulty_server
+from support import wait_until
+from tinkex import Config, ConfigurationError, HttpClient, ServiceClient, codec, protocol
 from tinkex.config import configure, mask_api_key
-from tinkex.credentials import RENEW_BEFORE, RENEW_NOW, Token, claims, stored_key
+from tinkex.credentials import NO_HOPE, RENEW_AGAIN, RENEW_NOW, Token, claims, rejects_token, stored_key
+from tinkex.types.sampling import SampledSequence, SampleResponse
 
 
 def token(expires: float, **extra: Any) -> str:
@@ -163,7 +169,20 @@ def test_a_server_that_wants_tokens_gets_them() -> None:
     assert sent["create_session"] == sent["get_server_capabilities"] == given
 
 
-async def test_a_token_is_renewed_in_time_and_once_at_a_time() -> None:
+def due_in(held: Token) -> float:
+    """Seconds until a token is renewed in the background."""
+    assert held._timer is not None
+    return held._timer.when() - asyncio.get_running_loop().time()
+
+
+async def ended(held: Token) -> None:
+    """Wait for a background attempt to end."""
+    assert held._attempt is not None
+    await held._attempt
+
+
+@pytest.mark.covers("U26")
+async def test_tokens_are_renewed_before_requests_when_little_time_is_left_and_once_at_a_time() -> None:
     now, made = [1000.0], list[str]()
 
     async def exchange() -> str:
@@ -174,28 +193,317 @@ async def test_a_token_is_renewed_in_time_and_once_at_a_time() -> None:
     held = Token(exchange, lambda: now[0])
     assert set(await asyncio.gather(*(held.value() for _ in range(5)))) == {made[0]}
     assert len(made) == 1
-    now[0] += 1000 - RENEW_BEFORE + 1
-    assert await held.value() == made[0]  # still good; a new one is fetched behind the scenes
-    await asyncio.sleep(0.01)
-    assert await held.value() == made[1]
-    now[0] += 1000 - RENEW_NOW + 1
-    assert await held.value() == made[2]
+    now[0] += 1000 - RENEW_NOW - 1
+    assert await held.value() == made[0]
+    now[0] += 2
+    assert set(await asyncio.gather(*(held.value() for _ in range(5)))) == {made[1]}
+    assert len(made) == 2
 
 
-async def test_an_old_token_is_kept_while_it_cannot_be_renewed() -> None:
-    now, fail = [1000.0], [False]
+@pytest.mark.covers("U26")
+async def test_tokens_are_renewed_in_the_background_after_half_their_life() -> None:
+    """Both times are the server's: this machine's clock does not matter."""
+    life, made = {"iat": 4e9 - 1000.0}, list[str]()
 
     async def exchange() -> str:
-        if fail[0]:
-            raise tinkex.APIConnectionError("down")
+        made.append(token(4e9, n=len(made), **life))
+        return made[-1]
+
+    held, delays = Token(exchange), list[float]()
+    assert await held.value() == made[0]
+    for _ in range(20):
+        delays.append(due_in(held))
+        held.renew_in_background()
+        await ended(held)
+    assert await held.value() == made[20]
+    assert all(449 < delay < 551 for delay in delays)
+    assert max(delays) - min(delays) > 10  # many clients do not all ask at the same time
+    for odd in ({}, {"iat": 4e9}, {"iat": 5e9}, {"iat": "yesterday"}):
+        life.clear()
+        life.update(odd)  # type: ignore[arg-type]
+        held.renew_in_background()
+        await ended(held)
+        assert RENEW_AGAIN - 1 < due_in(held) <= RENEW_AGAIN
+    held.stop()
+    count = len(made)
+    held.renew_in_background()
+    await asyncio.sleep(0.01)
+    assert len(made) == count
+
+
+@pytest.mark.covers("U26")
+async def test_failed_background_renewals_are_tried_again_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="tinkex")
+    now, error = [1000.0], list[tinkex.TinkerError]()
+
+    async def exchange() -> str:
+        if error:
+            raise error[0]
+        return token(now[0] + 1000, iat=now[0])
+
+    held = Token(exchange, lambda: now[0])
+    first = await held.value()
+    error.append(tinkex.APIConnectionError("down"))
+    for _ in range(3):
+        held.renew_in_background()
+        await ended(held)
+        assert RENEW_AGAIN - 1 < due_in(held) <= RENEW_AGAIN
+    levels = [record.levelno for record in caplog.records if "could not be renewed" in record.message]
+    assert levels == [logging.WARNING, logging.DEBUG, logging.DEBUG]
+    assert await held.value() == first
+    error[0] = tinkex.AuthenticationError("revoked")
+    now[0] += 1000 - NO_HOPE + 1
+    armed = held._timer
+    held.renew_in_background()
+    await ended(held)
+    assert held._timer is armed  # there is no next attempt
+    error.clear()
+    now[0] += NO_HOPE
+    await held.value()
+    assert 449 < due_in(held) < 551  # until a request had to renew it
+
+
+@pytest.mark.covers("U26")
+async def test_old_tokens_are_used_until_they_expire_and_never_after() -> None:
+    now, error = [1000.0], list[tinkex.TinkerError]()
+
+    async def exchange() -> str:
+        if error:
+            raise error[0]
         return token(now[0] + 1000)
 
     held = Token(exchange, lambda: now[0])
     first = await held.value()
-    fail[0], now[0] = True, 1990.0
+    error.append(tinkex.APIConnectionError("down"))
+    now[0] = 1990.0
     assert await held.value() == first
+    error[0] = tinkex.AuthenticationError("revoked")
+    with pytest.raises(tinkex.AuthenticationError):
+        await held.value()
+    error[0] = tinkex.APIConnectionError("down")
+    now[0] = 2000.0
+    with pytest.raises(tinkex.APIConnectionError):
+        await held.value()
     with pytest.raises(tinkex.APIConnectionError):
         await Token(exchange).value()
+
+
+@pytest.mark.covers("U26")
+async def test_expired_tokens_from_the_server_are_refused() -> None:
+    async def exchange() -> str:
+        return token(1000.0, iat=0)
+
+    with pytest.raises(tinkex.TinkerError, match="expired 5 s ago"):
+        await Token(exchange, lambda: 1005.0).value()
+
+
+@pytest.mark.covers("U26")
+@pytest.mark.parametrize("place", ["argument", "command"])
+@pytest.mark.parametrize(
+    ("key", "kind", "words"),
+    [(token(1e9), tinkex.TinkerError, "expired"), ("eyJunk", ValueError, "cannot be read")],
+    ids=["expired", "malformed"],
+)
+def test_unusable_tokens_given_as_key_raise_without_a_request(
+    monkeypatch: pytest.MonkeyPatch, place: str, key: str, kind: type[Exception], words: str
+) -> None:
+    if place == "command":
+        monkeypatch.setenv("TINKER_CREDENTIAL_CMD", f"echo {key}")
+    with faulty_server() as server:
+        given = {"api_key": key} if place == "argument" else {}
+        for _ in range(2):
+            with ServiceClient(base_url=server.base_url, **given) as service, pytest.raises(kind, match=words):  # type: ignore[arg-type]
+                service.create_sampling_client(base_model="m")
+        assert server.seen == []
+
+
+def test_a_token_given_as_key_is_sent_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with faulty_server() as server:
+        with ServiceClient(base_url=server.base_url, api_key=token(4e9)) as service:
+            service.get_server_capabilities()
+        assert {seen.headers["x-api-key"] for seen in server.seen} == {token(4e9)}
+
+
+# ── rejected tokens ──────────────────────────────────────────────────────────────────────────────
+
+
+MARKED = Answer(401, {"detail": "no"}, headers={"WWW-Authenticate": 'Bearer realm="x", error="invalid_token"'})
+UNMARKED = Answer(401, {"detail": "no"}, headers={"WWW-Authenticate": "Bearer"})
+
+
+class Gate:
+    """A server that wants tokens and accepts the latest one alone."""
+
+    def __init__(self, server: FaultyServer) -> None:
+        self.server = server
+        self.given: list[str] = []
+        self.rejects: Answer = MARKED
+        self.is_shut = False
+        server.script("client/config", Answer(body={"pjwt_auth_enabled": True}))
+        server.script("auth/token", self.exchange)
+
+    def exchange(self, seen: Seen) -> Answer:
+        now = time.time()
+        self.given.append(token(now + 1000, iat=now, n=len(self.given)))
+        return Answer(body={"jwt": self.given[-1]}, delay=0.05)
+
+    def rotate(self) -> None:
+        """Accept no token that was given out so far."""
+        self.given.append("none")
+
+    def guard(self, path: str, answer: Answer) -> None:
+        """Answer a path if the token is accepted."""
+
+        def check(seen: Seen) -> Answer:
+            accepted = not self.is_shut and seen.headers["x-api-key"] == self.given[-1]
+            return answer if accepted else self.rejects
+
+        self.server.script(path, check)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    with faulty_server() as server:
+        yield Gate(server)
+
+
+@pytest.fixture
+def guarded(gate: Gate) -> Iterator[ServiceClient]:
+    """A client whose token is no longer accepted."""
+    gate.guard("copy_weights", Answer(body={"tinker_path": "tinker://new/weights/x"}))
+    with ServiceClient(base_url=gate.server.base_url, api_key="tml-raw", project_id="p") as service:
+        service.get_server_capabilities()
+        gate.rotate()
+        yield service
+
+
+PATH = "tinker://run/weights/x"
+
+
+@pytest.mark.covers("U25")
+def test_one_new_token_serves_all_requests_that_were_rejected_with_the_old_one(
+    gate: Gate, guarded: ServiceClient
+) -> None:
+    gate.rejects = replace(MARKED, until=lambda: len(gate.server.requests("copy_weights")) >= 6)
+    futures = [guarded.copy_weights(PATH) for _ in range(6)]
+    assert [future.result(10) for future in futures] == ["tinker://new/weights/x"] * 6
+    assert len(gate.server.requests("auth/token")) == 2
+    sent = gate.server.requests("copy_weights")
+    assert len(sent) == 12
+    by_key: dict[str, list[Seen]] = {}
+    for seen in sent:
+        by_key.setdefault(seen.headers["x-idempotency-key"], []).append(seen)
+    assert len(by_key) == 6
+    for first, second in by_key.values():
+        assert first.headers["x-api-key"] == gate.given[0]
+        assert second.headers["x-api-key"] == gate.given[-1]
+        assert first.headers["x-stainless-retry-count"] == second.headers["x-stainless-retry-count"] == "0"
+        assert first.body == second.body
+    assert guarded.copy_weights(PATH).result(10)
+    assert len(gate.server.requests("copy_weights")) == 13
+
+
+@pytest.mark.covers("U25")
+def test_a_second_rejection_raises(gate: Gate, guarded: ServiceClient) -> None:
+    gate.is_shut = True
+    with pytest.raises(tinkex.AuthenticationError):
+        guarded.copy_weights(PATH).result(10)
+    assert len(gate.server.requests("copy_weights")) == 2
+    assert len(gate.server.requests("auth/token")) == 2
+
+
+@pytest.mark.covers("U25")
+def test_a_rejection_that_does_not_name_the_token_is_not_replayed(gate: Gate, guarded: ServiceClient) -> None:
+    gate.rejects = UNMARKED
+    with pytest.raises(tinkex.AuthenticationError):
+        guarded.copy_weights(PATH).result(10)
+    assert len(gate.server.requests("copy_weights")) == 1
+    assert len(gate.server.requests("auth/token")) == 1
+
+
+@pytest.mark.covers("U25")
+def test_rejected_keys_are_not_replayed() -> None:
+    with faulty_server() as server:
+        server.script("copy_weights", MARKED)
+        service = ServiceClient(base_url=server.base_url, api_key="tml-raw", project_id="p")
+        with service, pytest.raises(tinkex.AuthenticationError):
+            service.copy_weights(PATH).result(10)
+        assert len(server.requests("copy_weights")) == 1
+        assert server.requests("auth/token") == []
+
+
+@pytest.mark.covers("U25")
+def test_an_exchange_that_fails_gives_its_own_error(gate: Gate, guarded: ServiceClient) -> None:
+    gate.server.script("auth/token", Answer(403, {"detail": "this key may do nothing"}))
+    with pytest.raises(tinkex.PermissionDeniedError, match="may do nothing"):
+        guarded.copy_weights(PATH).result(10)
+    assert len(gate.server.requests("copy_weights")) == 1
+    with pytest.raises(tinkex.PermissionDeniedError):
+        guarded.copy_weights(PATH).result(10)
+    assert len(gate.server.requests("copy_weights")) == 1  # a rejected token is not sent again
+
+
+@pytest.mark.covers("U25")
+def test_retries_keep_their_count_and_take_a_new_token_along(gate: Gate, guarded: ServiceClient) -> None:
+    """The token expires between two attempts: the count goes on after the replay."""
+    accepted = Answer(body={"tinker_path": "tinker://new/weights/x"})
+    gate.server.script("copy_weights", Answer(503), MARKED, Answer(503), accepted)
+    assert guarded.copy_weights(PATH).result(10)
+    sent = gate.server.requests("copy_weights")
+    assert [seen.headers["x-stainless-retry-count"] for seen in sent] == ["0", "1", "1", "2"]
+    assert [seen.headers["x-api-key"] for seen in sent] == [gate.given[0]] * 2 + [gate.given[-1]] * 2
+    assert len({seen.headers["x-idempotency-key"] for seen in sent}) == 1
+
+
+@pytest.mark.covers("U25")
+def test_polls_and_streams_are_replayed_too(gate: Gate, guarded: ServiceClient) -> None:
+    server = gate.server
+    server.script("create_sampling_session", Answer(body={"sampling_session_id": "x"}))
+    sampler = guarded.create_sampling_client(base_model="m")
+    server.script("asample", Answer(body={"request_id": "r"}))
+    done = codec.encode(SampleResponse([SampledSequence("length", tokens_np=np.array([7], np.int32))]))
+    gate.guard("retrieve_future", Answer(body=done.data, content_type=codec.PROTOBUF))
+    prompt, params = tinkex.ModelInput.from_ints([1]), tinkex.SamplingParams(max_tokens=1)
+    assert sampler.sample(prompt, 1, params).result(10).sequences[0].tokens == [7]
+    assert len(server.requests("retrieve_future")) == 2
+    gate.rotate()
+    event = b'data: {"index": 0, "token_id": 7, "is_done": true, "finish_reason": "length"}\n\n'
+    gate.guard(protocol.STREAM_SAMPLE.path, Answer(body=event, content_type="text/event-stream"))
+    assert [chunk.token_id for chunk in sampler.sample_stream(prompt, params)] == [7]
+    assert len(server.requests(protocol.STREAM_SAMPLE.path)) == 2
+    assert len(server.requests("auth/token")) == 3
+
+
+@pytest.mark.parametrize(
+    ("header", "is_one"),
+    [
+        ('Bearer error="invalid_token"', True),
+        ('Bearer realm="a", error = invalid_token', True),
+        ('Bearer error="invalid_request"', False),
+        ('Bearer error="invalid_tokens"', False),
+        ("Bearer", False),
+    ],
+)
+def test_marks_of_rejected_tokens_are_read(header: str, is_one: bool) -> None:
+    assert rejects_token({"www-authenticate": header}) is is_one
+    assert not rejects_token({})
+
+
+@pytest.mark.covers("U26")
+def test_tokens_are_renewed_without_any_request(gate: Gate) -> None:
+    def short(seen: Seen) -> Answer:
+        now = time.time()
+        return Answer(body={"jwt": token(now + 1.0, iat=now)})
+
+    gate.server.script("auth/token", short)
+    with ServiceClient(base_url=gate.server.base_url, api_key="tml-raw") as service:
+        service.get_server_capabilities()
+        wait_until(lambda: len(gate.server.requests("auth/token")) >= 3)
+    times = [seen.when for seen in gate.server.requests("auth/token")]
+    assert all(0.44 < later - earlier < 0.95 for earlier, later in itertools.pairwise(times))
+    count = len(times)
+    time.sleep(0.8)
+    assert len(gate.server.requests("auth/token")) == count  # not after close
 
 
 @pytest.mark.parametrize("text", ["", "eyJ", "a.b.c", "a.bnVsbA.c"])

@@ -814,7 +814,7 @@ def test_ones_own_token_says_who_one_is(faulty: FaultyServer) -> None:
     assert faulty.seen == []
 
 
-@pytest.mark.parametrize("key", [KEY, "eyJunk", token(**CLAIMS, iss="someone"), "eyJ.!!.x"])
+@pytest.mark.parametrize("key", [KEY, token(**CLAIMS, iss="someone")])
 def test_a_plain_key_says_nothing(faulty: FaultyServer, key: str) -> None:
     faulty.script("client/config", Answer(body={}))
     with RestClient(base_url=faulty.base_url, api_key=key) as client, pytest.raises(RuntimeError, match="token"):

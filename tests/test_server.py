@@ -933,7 +933,7 @@ def test_a_key_is_asked_for_and_checked(serve: Callable[..., Wire]) -> None:
     assert "X-API-Key" in missing.json["detail"]
     for wrong in ("tml-wrong", "tml-righ", "tml-right2", "é"):
         heard = wire.send("client/config", body, headers={"X-API-Key": wrong})
-        assert heard.status == 403
+        assert heard.status == 401
         assert "tml-right" not in heard.body.decode()
     assert wire.send("client/config", body, headers={"X-API-Key": "tml-right"}).status == 200
     assert wire.send("samplers/x", method="GET").status == 401

@@ -1,7 +1,8 @@
 """Credentials: where they are found, and the short-lived tokens that some servers want instead.
 
 A key comes from the argument, TINKER_API_KEY, the command in TINKER_CREDENTIAL_CMD, or the file that a login leaves
-behind. When a server asks for tokens, the credential is exchanged for one, which is renewed before it expires.
+behind. When a server asks for tokens, the credential is exchanged for one, which is renewed before it expires and when
+the server rejects it.
 """
 
 from __future__ import annotations
@@ -9,22 +10,39 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextvars
 import functools
 import json
+import logging
 import os
+import random
+import re
 import subprocess
 import time
-from collections.abc import Awaitable, Callable
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tinkex.errors import ConfigurationError, TinkerError
+from tinkex.errors import AuthenticationError, ConfigurationError, TinkerError
+
+logger = logging.getLogger("tinkex")
 
 COMMAND_SECONDS = 60
-RENEW_BEFORE = 300.0
-"""A token is renewed in the background when it has less than this left, …"""
+RENEW_AFTER = (0.45, 0.55)
+"""The part of its life, drawn between these, after which a token is renewed in the background."""
+RENEW_AGAIN = 60.0
+"""Seconds between background attempts that fail, and when a token does not say how long it lives."""
 RENEW_NOW = 60.0
-"""… and before the next request when it has less than this."""
+"""Before a request, a token is renewed that has less than this many seconds left, or a quarter of its life."""
+NO_HOPE = 120.0
+"""Background attempts end when the credential is refused and the token has less than this many seconds left."""
+ASSUMED_LIFE = 3600.0
+"""Seconds that a token is taken to live if it does not say when it expires."""
+REMEMBERED = 8
+"""Tokens that are known to have been given out, the last ones."""
+_INVALID_TOKEN = re.compile(r'\berror\s*=\s*"?invalid_token\b', re.IGNORECASE)
 
 
 def credentials_file() -> Path:
@@ -100,8 +118,46 @@ def claims(token: str) -> dict[str, Any]:
     return decoded
 
 
+def is_token(key: str) -> bool:
+    """Whether a credential is a token, not an API key."""
+    return key.startswith("eyJ")
+
+
+def check_token(token: str, now: float) -> None:
+    """Refuse a token that is given as credential and cannot be used.
+
+    Raises:
+        ConfigurationError: It cannot be read.
+        TinkerError: It has expired.
+    """
+    try:
+        expires = _seconds(claims(token), "exp")
+    except TinkerError:
+        raise ConfigurationError(
+            "the credential begins as a token (eyJ…) and cannot be read as one",
+            hint="check TINKER_API_KEY, or the api_key that was passed",
+        ) from None
+    if expires is not None and expires <= now:
+        raise TinkerError(
+            f"the token that was given as key expired {now - expires:.0f} s ago",
+            hint="pass a fresh one, or set TINKER_CREDENTIAL_CMD to a command that prints one",
+        )
+
+
+def rejects_token(headers: Mapping[str, str]) -> bool:
+    """Whether an answer 401 says that the token is not valid, so that a new one may help."""
+    return _INVALID_TOKEN.search(headers.get("www-authenticate", "")) is not None
+
+
+def _seconds(said: Mapping[str, Any], name: str) -> float | None:
+    value = said.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 class Token:
-    """A short-lived token, exchanged for a credential and renewed in time; one renewal at a time.
+    """A short-lived token, exchanged for a credential and renewed in time; one exchange at a time.
+
+    All methods are for one event loop.
 
     Args:
         exchange: Gives a new token.
@@ -111,38 +167,106 @@ class Token:
     def __init__(self, exchange: Callable[[], Awaitable[str]], clock: Callable[[], float] = time.time) -> None:
         self._exchange = exchange
         self._clock = clock
-        self._lock = asyncio.Lock()
         self._value = ""
         self._expires = 0.0
+        self._margin = RENEW_NOW
+        self._given: deque[str] = deque(maxlen=REMEMBERED)
         self._renewal: asyncio.Task[None] | None = None
+        self._attempt: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._failures = 0
+        self._is_stopped = False
 
     @property
     def left(self) -> float:
         """Seconds until the token expires."""
         return self._expires - self._clock()
 
+    def gave(self, value: str | None) -> bool:
+        """Whether a token was given out here lately."""
+        return value in self._given
+
     async def value(self) -> str:
-        """A token that is good now; an old one is kept while it lasts when it cannot be renewed."""
-        if not self._value or self.left <= RENEW_NOW:
+        """Return a token that is good now; an old one is used until it expires if there is no new one.
+
+        Raises:
+            AuthenticationError: The credential is refused.
+            TinkerError: There is no token, for another reason.
+        """
+        if not self._value or self.left <= self._margin:
             try:
-                await self._renew(RENEW_NOW)
+                await self._renewed()
+            except AuthenticationError:
+                raise
             except TinkerError:
-                if not self._value:
+                if not self._value or self.left <= 0:
                     raise
-        elif self.left <= RENEW_BEFORE and (self._renewal is None or self._renewal.done()):
-            self._renewal = asyncio.create_task(self._renew_quietly())
         return self._value
 
-    async def _renew(self, margin: float) -> None:
-        async with self._lock:
-            if self._value and self.left > margin:
-                return  # someone else did it while we waited
-            value = await self._exchange()
-            self._expires = float(claims(value).get("exp", 0)) or self._clock() + 3600
-            self._value = value
+    async def replaced(self, rejected: str) -> str:
+        """Return another token than one that the server rejected; requests that were rejected with it share it."""
+        if rejected == self._value:
+            self._value = ""
+        return await self.value()
 
-    async def _renew_quietly(self) -> None:
+    def stop(self) -> None:
+        """Renew no more in the background."""
+        self._is_stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _renewed(self) -> None:
+        """Exchange the credential, together with all who ask for that meanwhile."""
+        if self._renewal is None:
+            self._renewal = asyncio.create_task(self._renew())
+            self._renewal.add_done_callback(self._ended)
+        await asyncio.shield(self._renewal)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._renewal = None
+        if not task.cancelled():
+            task.exception()  # mark as seen: those who asked may be gone
+
+    async def _renew(self) -> None:
+        value = await self._exchange()
+        said, now = claims(value), self._clock()
+        expires, issued = _seconds(said, "exp"), _seconds(said, "iat")
+        if expires is not None and expires <= now:
+            raise TinkerError(
+                f"the server gave a token that expired {now - expires:.0f} s ago", hint="check this machine's clock"
+            )
+        # Both times are the server's: a clock that is wrong here does not matter.
+        life = expires - issued if expires is not None and issued is not None and expires > issued else None
+        self._value, self._expires = value, now + ASSUMED_LIFE if expires is None else expires
+        self._margin = RENEW_NOW if life is None else min(RENEW_NOW, life / 4)
+        self._given.append(value)
+        self._failures = 0
+        self._renew_in(RENEW_AGAIN if life is None else life * random.uniform(*RENEW_AFTER))
+
+    def _renew_in(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._is_stopped:
+            call = functools.partial(_renew_token, weakref.ref(self))
+            # A context of its own: what runs in the background is no part of the call that began it.
+            self._timer = asyncio.get_running_loop().call_later(seconds, call, context=contextvars.Context())
+
+    def renew_in_background(self) -> None:
+        """Begin an attempt that is nobody's."""
+        if not self._is_stopped:
+            self._attempt = asyncio.create_task(self._try_to_renew())
+
+    async def _try_to_renew(self) -> None:
         try:
-            await self._renew(RENEW_BEFORE)
-        except TinkerError:
-            return  # the next request tries again
+            await self._renewed()
+        except TinkerError as error:
+            self._failures += 1
+            level = logging.WARNING if self._failures == 1 else logging.DEBUG
+            logger.log(level, "the access token could not be renewed, trying again: %s", error)
+            if not isinstance(error, AuthenticationError) or self.left >= NO_HOPE:
+                self._renew_in(RENEW_AGAIN)
+
+
+def _renew_token(reference: weakref.ref[Token]) -> None:
+    if (token := reference()) is not None:
+        token.renew_in_background()

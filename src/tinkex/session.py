@@ -341,6 +341,7 @@ class Session:
 
     async def _finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
         await self._settle(reason)
+        self.transport.stop_renewal()
         await _flush(self.pollers)
         try:
             if self.session_id and not self.is_shadow:

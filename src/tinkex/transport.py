@@ -28,13 +28,14 @@ import msgspec
 from tinkex import codec, events
 from tinkex._version import __version__
 from tinkex.config import POOL_SIZES, Config, is_address, is_embedded
-from tinkex.credentials import Token, run_command
+from tinkex.credentials import Token, check_token, is_token, rejects_token, run_command
 from tinkex.errors import (
     APIConnectionError,
     APIError,
     APIResponseValidationError,
     APIStatusError,
     APITimeoutError,
+    AuthenticationError,
     BillingError,
     Request,
     Response,
@@ -73,6 +74,7 @@ KEPT_BYTES = 65_536
 """How much of an answer an error keeps."""
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MOST_REDIRECTS = 5
+KEY_HEADER = "X-API-Key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +405,7 @@ class Transport:
     async def close(self) -> None:
         """Release the connections; whoever still waits for an answer is told."""
         self._closed = True
+        self.stop_renewal()
         await self._exchange.close()
         if self._outside is not None:
             await self._outside.close()
@@ -410,6 +413,11 @@ class Transport:
     def use_tokens(self) -> None:
         """From now on, send a short-lived token that the credential is exchanged for."""
         self._token = self._token or Token(self._exchange_credential)
+
+    def stop_renewal(self) -> None:
+        """Renew tokens no more in the background: few requests follow, if any."""
+        if self._token is not None:
+            self._token.stop()
 
     async def _exchange_credential(self) -> str:
         if self.config.credential_cmd and not self.config.api_key:
@@ -419,18 +427,54 @@ class Transport:
         )
         return answer.jwt
 
+    async def _raw_key(self) -> str | None:
+        """The credential itself; one that is a token is refused here if it cannot be used."""
+        command = self.config.credential_cmd
+        if self._credential is None and command:
+            self._credential = await run_command(command)
+        if self._credential is not None and is_token(self._credential) and not is_embedded(self.config.base_url):
+            try:
+                check_token(self._credential, time.time())
+            except TinkerError:
+                if command and not self.config.api_key:
+                    self._credential = None  # the next request asks the command anew
+                raise
+        return self._credential
+
     async def _key_headers(self, op: Operation) -> dict[str, str]:
         """The credential of a request: the token, where tokens are used, except to get one."""
         if self._token is not None and op not in (AUTH_TOKEN, CLIENT_CONFIG):
             key: str | None = await self._token.value()
-        elif self._credential is None and self.config.credential_cmd:
-            key = self._credential = await run_command(self.config.credential_cmd)
         else:
-            key = self._credential
-        if key is not None and key not in self._keys:  # it is no setting, but no less a secret
+            key = await self._raw_key()
+        if key is None:
+            return {}
+        self._keep_secret(key)
+        return {KEY_HEADER: key}
+
+    def _keep_secret(self, key: str) -> None:
+        """Have a key left out of what is told; it is no setting, but no less a secret."""
+        if key not in self._keys:
             self._keys = {known for known in (self._credential, key) if known}
             self._scrubber = Scrubber((*secrets_of(self.config), *self._keys))
-        return {"X-API-Key": key} if key else {}
+
+    async def renew_key(self, headers: dict[str, str]) -> None:
+        """Put a token that is good now into the headers of a request that is sent again."""
+        if self._token is not None and self._token.gave(headers.get(KEY_HEADER)):
+            headers[KEY_HEADER] = await self._token.value()
+            self._keep_secret(headers[KEY_HEADER])
+
+    async def _replace_key(self, op: Operation, headers: dict[str, str], told: Mapping[str, str]) -> bool:
+        """Put a new token into the headers of a request that was answered 401, if that may help."""
+        rejected = headers.get(KEY_HEADER)
+        if self._token is None or rejected is None or op in (AUTH_TOKEN, CLIENT_CONFIG):
+            return False
+        if not rejects_token(told) or not self._token.gave(rejected):
+            return False
+        headers[KEY_HEADER] = await self._token.replaced(rejected)
+        self._keep_secret(headers[KEY_HEADER])
+        logger.debug("%s: the token was rejected; sent once more with a new one", op.name)
+        return True
 
     async def _all_headers(self, op: Operation, timeout: float, *more: Mapping[str, str]) -> dict[str, str]:
         """Headers of a request, the later the stronger: ours, the configured ones, those of the request."""
@@ -509,13 +553,15 @@ class Transport:
         url = url or target(op, path, {**self.config.default_query, **(query or {})})
         sending = _Sending(self, op, url, merged, body.source if body else None, limit, follow)
         started = time.monotonic()
+        patience = self.config.patience if patience is None else patience
+        max_retries = self.config.max_retries if max_retries is None else max_retries
         with self._observed(op, metadata, url) as outcome:
-            reply = await self.persist(
-                sending,
-                self.config.patience if patience is None else patience,
-                final,
-                self.config.max_retries if max_retries is None else max_retries,
-            )
+            try:
+                reply = await self.persist(sending, patience, final, max_retries)
+            except AuthenticationError as error:
+                if error.response is None or not await self._replace_key(op, merged, error.response.headers):
+                    raise
+                reply = await self.persist(sending, patience, final, max_retries)
             outcome["retry_count"] = sending.retries
         self._heed_deprecation(op, reply.headers)
         return Reply(reply.status, reply.headers, reply.body, reply.url, time.monotonic() - started, sending.retries)
@@ -545,6 +591,12 @@ class Transport:
                     reply = await stack.enter_async_context(
                         self._exchange.stream(op.method, url, self._traced(merged), data, limit, op.traffic)
                     )
+                if reply.status == 401 and await self._replace_key(op, merged, reply.headers):
+                    await stack.aclose()
+                    with self._typed_errors(op, self.place, address):
+                        reply = await stack.enter_async_context(
+                            self._exchange.stream(op.method, url, self._traced(merged), data, limit, op.traffic)
+                        )
                 source = self._typed_chunks(op, address, reply.chunks)
                 chunks = await stack.enter_async_context(contextlib.aclosing(source))
                 if reply.status >= 300:
@@ -596,7 +648,10 @@ class Transport:
         body = request if isinstance(request, codec.Body) else codec.encode(request)
         merged = await self._all_headers(op, timeout, body.headers, headers)
         with self._observed(op, None) as outcome:
-            reply = await self.exchange(op, target(op, None, self.config.default_query), merged, body.data, timeout)
+            url = target(op, None, self.config.default_query)
+            reply = await self.exchange(op, url, merged, body.data, timeout)
+            if reply.status == 401 and await self._replace_key(op, merged, reply.headers):
+                reply = await self.exchange(op, url, merged, body.data, timeout)
             # 408 is how a server says that there is nothing yet, after a while of waiting
             outcome["result"] = "ok" if reply.status < 300 or reply.status == 408 else "error"
             return reply
@@ -613,7 +668,10 @@ class Transport:
         limit = self.config.timeout if timeout is None else timeout
         merged = await self._all_headers(op, limit, headers or {})
         with self._observed(op, None) as outcome:
-            reply = await self.exchange(op, target(op, path, self.config.default_query), merged, None, limit)
+            url = target(op, path, self.config.default_query)
+            reply = await self.exchange(op, url, merged, None, limit)
+            if reply.status == 401 and await self._replace_key(op, merged, reply.headers):
+                reply = await self.exchange(op, url, merged, None, limit)
             outcome["result"] = "ok" if reply.status < 400 else "error"
             return reply
 
@@ -787,7 +845,7 @@ class Transport:
         An account that must be topped up is waited for much longer, and counts for nothing. A good answer that the
         server wants asked for again (`x-should-retry: true`) is the answer when there has been enough of that.
         """
-        started, number = time.monotonic(), 0
+        started, number = time.monotonic(), sending.retries
         while True:
             try:
                 reply = await sending.attempt(number)
@@ -913,8 +971,14 @@ class _Sending:
         """Send it once more, under its own number; through the operation's breaker, where there are any."""
         self.retries = number
         self.headers["X-Stainless-Retry-Count"] = str(number)
+        send = self._again if number else self._once
         breakers = self.transport.breakers
-        return self._once() if breakers is None else breakers.get(f"{self.op.method} {self.op.path}").call(self._once)
+        return send() if breakers is None else breakers.get(f"{self.op.method} {self.op.path}").call(send)
+
+    async def _again(self) -> Reply:
+        """Send it with a token that is good now: retries may go on for longer than one lasts."""
+        await self.transport.renew_key(self.headers)
+        return await self._once()
 
     def _once(self) -> Awaitable[Reply]:
         return self.transport.send(self.op, self.url, self.headers, self.body, self.timeout, self.follow)

@@ -129,7 +129,7 @@ class Accounts:
         return self._closed
 
     async def account(self, credential: str | None) -> Account:
-        """Whose a key or token is; refuses what is missing (401), unknown or revoked (403)."""
+        """Return whose a key or token is; refuse one that is missing, unknown, expired or revoked with 401."""
         if not credential:
             raise Refusal(401, "this server needs an API key: send it as X-API-Key (TINKER_API_KEY in clients)")
         if credential.startswith("eyJ"):
@@ -142,13 +142,18 @@ class Accounts:
             account = await asyncio.to_thread(self._find, digest)
             if account is None:
                 self._trusted.pop(digest, None)
-                raise Refusal(403, "this API key is not known here, or has been revoked; `tinkex key create` makes one")
+                raise Refusal(401, "this API key is not known here, or has been revoked; `tinkex key create` makes one")
             found = self._trusted[digest] = (time.monotonic(), account)
         return found[1]
 
     async def reader(self, owner: str, token: str | None) -> str:
         """Who reads a checkpoint: the account of the access token, where one is given, else whoever asks."""
-        return (await self.account(token)).owner if token and await self.needs_key() else owner
+        if not token or not await self.needs_key():
+            return owner
+        try:
+            return (await self.account(token)).owner
+        except Refusal as refusal:  # the caller's own key is not the reason, and a new token is no remedy
+            raise Refusal(403, f"the access token of the checkpoint: {refusal.detail}") from None
 
     def _find(self, digest: bytes) -> Account | None:
         for row in self._store.rows("SELECT * FROM keys WHERE hash = ? AND revoked IS NULL", digest):
@@ -181,7 +186,7 @@ class Accounts:
         return hmac.digest(secret, text.encode(), "sha256")
 
     async def _holder(self, token: str) -> Account:
-        unknown = Refusal(403, "this token was not given by this server")
+        unknown = _rejected("this token was not given by this server")
         text, _, signature = token.rpartition(".")
         try:
             said: dict[str, Any] = json.loads(_bytes(text.split(".")[1]))
@@ -192,13 +197,18 @@ class Accounts:
         if not hmac.compare_digest(self.sign(text, key_id), given):  # of a kind that this server alone signs with
             raise unknown
         if expires <= time.time():
-            raise Refusal(401, "this token has expired: exchange the API key for a new one at auth/token")
+            raise _rejected("this token has expired: exchange the API key for a new one at auth/token")
         if key_id and time.monotonic() - self._valid.get(key_id, -TRUSTED_SECONDS) >= TRUSTED_SECONDS:
             sql = "SELECT 1 FROM keys WHERE id = ? AND revoked IS NULL"
             if not await asyncio.to_thread(self._store.rows, sql, key_id):
-                raise Refusal(403, "the API key that this token was given for has been revoked")
+                raise _rejected("the API key that this token was given for has been revoked")
             self._valid[key_id] = time.monotonic()
         return Account(owner, key_id)
+
+
+def _rejected(detail: str) -> Refusal:
+    """The answer to a token that is not valid: clients exchange their key for a new one, once."""
+    return Refusal(401, detail, headers={"WWW-Authenticate": 'Bearer error="invalid_token"'})
 
 
 def _encode(fields: dict[str, Any]) -> str:

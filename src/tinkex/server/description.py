@@ -139,8 +139,8 @@ QUERIES: dict[str, dict[str, tuple[Schema, bool]]] = {
 
 REASONS = {
     400: "What was sent is not what this operation takes; `detail` names the field.",
-    401: "A key is needed, or a token has expired.",
-    403: "The key is not known here; or the server is open, and to this machine only.",
+    401: "There is no key, or it is not known here; or the token is not valid, as WWW-Authenticate then says.",
+    403: "The server is open, and to this machine only; or the access token of a checkpoint is not known here.",
     404: "What is named is not there, or belongs to somebody else.",
     408: "There is no result yet: ask again.",
     410: "What is named was there and is over.",
