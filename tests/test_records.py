@@ -16,6 +16,7 @@ from support import MODEL, Wire, make_data, pass_json, sample_json, serving, ste
 from tinkex import RestClient, types
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
+from tinkex.server.seals import SEAL
 from tinkex.server.state import Limits, State
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Records:
 
     def files(self) -> set[str]:
         root = self.data_dir / "checkpoints"
-        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and path.name != SEAL}
 
 
 @pytest.fixture
@@ -411,7 +412,7 @@ def test_files_are_flushed_and_in_place_before_they_are_on_record(
         real[0](handle)
 
     def put(store: Store, saved: Any, request_id: str | None = None) -> None:
-        assert {file.name for file in saved.directory.iterdir()} == {"fake.json"}
+        assert {file.name for file in saved.directory.iterdir()} == {"fake.json", SEAL}
         steps.append("record")
         real[1](store, saved, request_id)
 
@@ -421,8 +422,9 @@ def test_files_are_flushed_and_in_place_before_they_are_on_record(
     steps.clear()
     records.save(model, 1, "a")
     assert steps[0] == "fake.json"
-    assert steps[1].startswith(".saving-")
-    assert steps[2:] == ["weights", "record"]
+    assert steps[1] == SEAL
+    assert steps[2].startswith(".saving-")
+    assert steps[3:] == ["weights", "record"]
 
 
 # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────

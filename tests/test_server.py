@@ -79,7 +79,7 @@ def wire(shared: Shared, recorder: Recorder) -> Wire:
 def files(shared: Shared) -> Callable[[str], list[Path]]:
     """The checkpoint files of a run."""
     root = shared.data_dir / "checkpoints"
-    return lambda model: [path for path in (root / model.replace(":", "_")).rglob("*") if path.is_file()]
+    return lambda model: [path for path in (root / model.replace(":", "_")).rglob("[!.]*") if path.is_file()]
 
 
 @pytest.fixture

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import re
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from tinkex.engine import EngineError
 from tinkex.server.catalogue import Catalogue, discard
 from tinkex.server.scheduler import Beside
+from tinkex.server.seals import contents, sync
 from tinkex.server.state import State, write_whole
 from tinkex.server.store import Run, Save, SavedCheckpoint, Store
 from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
@@ -110,14 +110,10 @@ def _write_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Call
     path = _free_path(store, run, wanted)
     parent = _place(root, run.model_id) / wanted.kind
 
-    def write_durably(directory: Path) -> None:
-        write(directory)
-        sync([*directory.iterdir(), directory])
-
     with _telling_of_a_full_disk(path):
         parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
-        write_whole(write_durably, scratch)
+        write_whole(write, scratch)
     return scratch
 
 
@@ -143,7 +139,7 @@ def _place_files(store: Store, run: Run, wanted: Wanted, scratch: Path) -> Saved
         base_model=run.base_model,
         lora=run.lora,
         optimizer=run.optimizer,
-        size_bytes=sum(file.stat().st_size for file in target.iterdir()),
+        size_bytes=sum(file.stat().st_size for file in contents(target)),
         expires=expiry(wanted.ttl_seconds),
         user_metadata=wanted.user_metadata,
         owner=run.owner,
@@ -177,16 +173,6 @@ def clear_leftovers(state: State, model_id: str) -> None:
     for directory in _place(state.checkpoint_dir, model_id).glob("*/*"):
         if directory not in kept:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def sync(paths: Iterable[Path]) -> None:
-    """Have what was written to files and directories on the disk."""
-    for path in paths if os.name == "posix" else ():
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def readable(state: State, path: str, reader: str) -> SavedCheckpoint | None:

@@ -33,6 +33,7 @@ from tinkex.server.accounts import Accounts
 from tinkex.server.checkpoints import Wanted, readable, saving
 from tinkex.server.records import checkpoint_path, nothing_at
 from tinkex.server.scheduler import Beside
+from tinkex.server.seals import check, contents
 from tinkex.server.state import Call, Refusal, State
 from tinkex.server.store import Save, SavedCheckpoint
 from tinkex.server.submission import enqueue, live_run
@@ -116,7 +117,7 @@ async def get_external_weights_urls(state: State, call: Call) -> ExternalWeights
     if call.path["kind"] != "external_weights":
         raise Refusal(400, f"{saved.tinker_path} is no export: save_weights_external makes one")
     expires = _expiry(saved)
-    names = await asyncio.to_thread(lambda: sorted(file.name for file in saved.directory.iterdir()))
+    names = await asyncio.to_thread(lambda: [file.name for file in contents(saved.directory)])
     urls = {name: _address(state, call, name, expires) for name in names}
     return ExternalWeightsUrlsResponse(urls=urls, expires=dt.datetime.fromtimestamp(expires, dt.UTC))
 
@@ -162,7 +163,7 @@ def download_route(state: State) -> Route:
         try:
             return await _download(state, request)
         except Refusal as refusal:
-            return JSONResponse({"detail": refusal.detail}, refusal.status)
+            return JSONResponse({"detail": refusal.detail}, refusal.status, refusal.headers)
 
     path = f"{PREFIX}/downloads/{{training_run_id}}/{{kind}}/{{name}}/{{file}}"
     return Route(path, download, methods=["GET"], name="download")
@@ -204,13 +205,16 @@ class Piece:
 def _pieces(saved: SavedCheckpoint, file: str) -> tuple[Piece, ...]:
     """A file of a checkpoint, chosen from those that there are; or all of them as an archive."""
     try:
-        paths = {path.name: path for path in sorted(saved.directory.iterdir())}
+        check(saved.directory)
+        paths = {path.name: path for path in contents(saved.directory)}
         if file == ARCHIVE:
             return tuple(_tar(paths.values(), int(saved.created)))
         if file in paths:
             return (Piece.of(paths[file]),)
     except FileNotFoundError:
         raise nothing_at(saved.tinker_path) from None
+    except EngineError as error:
+        raise Refusal(500, str(error), headers={"X-Should-Retry": "false"}) from None
     raise Refusal(404, f"{saved.tinker_path} has no file {file!r}")
 
 

@@ -33,6 +33,7 @@ from tinkex.server.records import (
 )
 from tinkex.server.samplers import draw, find_source
 from tinkex.server.scheduler import CANCELLED, Beside
+from tinkex.server.seals import check
 from tinkex.server.sessions import (
     assign_session_project,
     export_session_trace,
@@ -478,9 +479,11 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
                 "create a run from the checkpoint instead"
             )
         if (loaded := loaded_before(state, call, model_id, call.number)) is not None:
+            check(loaded)
             state.engine.load(model_id, loaded, optimizer=True)
         else:
             saved = find_checkpoint(state, request.path, "weights", base_model, reader=reader)
+            check(saved.directory)
             state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
         return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
 
@@ -504,6 +507,7 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
             base_model, lora, directory = saved.base_model, saved.lora, saved.directory
         live = LiveRun(new_run(state, model_id, call, base_model, lora, optimizer))
         try:
+            check(directory)
             state.engine.load(model_id, directory, optimizer=request.optimizer or directory == loaded)
             write_state(state, live, 0)  # the checkpoint may be deleted as soon as the client knows that it is loaded
         except BaseException:  # a run that is not what was asked for must not be trained by mistake

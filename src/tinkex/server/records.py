@@ -22,6 +22,7 @@ from starlette.routing import Route
 from tinkex.protocol import PREFIX, RUN
 from tinkex.server.catalogue import RunRecord, discard
 from tinkex.server.checkpoints import NAME, NAME_RULE, Wanted, expiry, put_files, readable
+from tinkex.server.seals import check, contents
 from tinkex.server.state import Call, Refusal, State
 from tinkex.server.store import Run, SavedCheckpoint
 from tinkex.types.checkpoints import (
@@ -255,7 +256,8 @@ def _copy(state: State, request: CopyWeightsRequest, owner: str, reader: str, co
     wanted = Wanted(kind, name, request.ttl_seconds, source.user_metadata, project_id=request.destination_project_id)
 
     def write(directory: Path) -> None:
-        for file in sorted(source.directory.iterdir()):
+        check(source.directory)
+        for file in contents(source.directory):
             _link(file, directory / file.name)
 
     with _copying:

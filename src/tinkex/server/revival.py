@@ -22,6 +22,7 @@ from tinkex.protocol import BY_NAME
 from tinkex.server.checkpoints import clear_leftovers
 from tinkex.server.journal import DamagedJournalError, Entry, read_records
 from tinkex.server.scheduler import Lane
+from tinkex.server.seals import check
 from tinkex.server.state import DIRECT, READ, UNPLACED, Call, LiveRun, Queued, Refusal, State
 from tinkex.server.store import Run
 from tinkex.server.submission import GIVEN_UP, UNFINISHED, digest_of, give_up_gap, spend
@@ -146,6 +147,7 @@ def _clear_unfinished(directory: Path) -> None:
 
 def _thaw(state: State, run: Run, directory: Path) -> None:
     state.engine.create(run.model_id, run.base_model, run.lora, OptimizerConfigBase.from_wire(run.optimizer))
+    check(directory)
     state.engine.load(run.model_id, directory, optimizer=True)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.engine import EngineError, Listener
+from tinkex.server.seals import check
 from tinkex.server.state import Refusal, State
 from tinkex.server.store import Sampler
 from tinkex.types.sampling import SampleRequest, SampleResponse
@@ -98,7 +99,7 @@ def load(state: State, source: WeightSource) -> asyncio.Future[None]:
     """Load weights unless they are there or on their way; the longest unused make room. A failure is not kept."""
     loading = state.loading.pop(source.name, None)
     if loading is None:
-        loading = state.worker.run(state.engine.load_sampler, source.name, source.base_model, source.directory)
+        loading = state.worker.run(_load, state, source)
         loading.add_done_callback(lambda done: state.loading.pop(source.name, None) if done.exception() else None)
     state.loading[source.name] = loading  # the last used comes last
     while len(state.loading) > state.limits.samplers:
@@ -106,3 +107,10 @@ def load(state: State, source: WeightSource) -> asyncio.Future[None]:
         del state.loading[oldest]
         state.worker.run(state.engine.drop_sampler, oldest)
     return loading
+
+
+def _load(state: State, source: WeightSource) -> None:
+    """Load weights whose files are as they were written. On the worker."""
+    if source.directory is not None:
+        check(source.directory)
+    state.engine.load_sampler(source.name, source.base_model, source.directory)

@@ -23,6 +23,7 @@ from tinkex.server.metrics import Metrics
 from tinkex.server.promises import Promise, Promises
 from tinkex.server.refusals import Refusal as Refusal  # for those who know the state, from one place
 from tinkex.server.scheduler import Lane, Worker
+from tinkex.server.seals import seal
 from tinkex.server.store import DATABASE, LOCAL_OWNER, Run, Store
 from tinkex.server.usage import Meter
 
@@ -147,9 +148,10 @@ class Call:
 
 
 def write_whole(write: Writer, scratch: Path) -> None:
-    """Have a writer fill a directory, or have no directory."""
+    """Have a writer fill a directory and seal it, or have no directory."""
     try:
         write(scratch)
+        seal(scratch)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise

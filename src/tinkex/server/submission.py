@@ -394,6 +394,7 @@ def _write_results(path: Path, promises: Sequence[Promise]) -> None:
             file.write(encode_entry(Entry(number, facts, body.data)))
         file.flush()
         os.fsync(file.fileno())
+    sync_directory(path.parent)
 
 
 def _number_of(directory: Path) -> int:
