@@ -54,6 +54,9 @@ class Lane(Generic[T]):
     def __init__(self, first: int = 1) -> None:
         self.next = first
         self._waiting: dict[int, T] = {}
+        self._held: dict[int, int] = {}
+        self.held_bytes = 0
+        """Bytes of the operations that wait for a missing number, or are on their way to do so."""
 
     def offer(self, number: int, item: T) -> list[T]:
         """Take an operation in; returns those whose turn has come. A number that has passed is refused."""
@@ -66,8 +69,18 @@ class Lane(Generic[T]):
         released = []
         while self.next in self._waiting:
             released.append(self._waiting.pop(self.next))
+            self.let_go(self.next)
             self.next += 1
         return released
+
+    def hold(self, number: int, size: int) -> None:
+        """Count the bytes of an operation that is about to be offered, until its turn has come."""
+        self._held[number] = size
+        self.held_bytes += size
+
+    def let_go(self, number: int) -> None:
+        """Count an operation's bytes no more."""
+        self.held_bytes -= self._held.pop(number, 0)
 
     @property
     def free(self) -> int:
@@ -82,6 +95,8 @@ class Lane(Generic[T]):
     def give_up(self) -> list[T]:
         """Stop waiting for the missing numbers; returns the operations that waited, which must now fail."""
         abandoned = [self._waiting[number] for number in sorted(self._waiting)]
+        for number in self._waiting:
+            self.let_go(number)
         self.next = self.free
         self._waiting.clear()
         return abandoned

@@ -59,7 +59,8 @@ class Limits:
     inline_bytes: int = _limit(64 << 20, "Most that one batched poll brings along.")
     poll_seconds: float = _limit(25.0, "How long a poll is held when there is no result yet.")
     quiet_seconds: float = _limit(10.0, "How long a stream says nothing before it says that it waits.")
-    gap_seconds: float = _limit(60.0, "How long a missing request holds up those after it.")
+    gap_seconds: float = _limit(3600.0, "How long a missing request holds up those after it.")
+    gap_bytes: int = _limit(256 << 20, "Most bytes of a run's requests that wait for a missing one.")
     session_seconds: float = _limit(1800.0, "How long nothing may be heard of a session before it is ended.")
     drain_seconds: float = _limit(30.0, "How long a server that is told to stop waits for what is under way.")
 

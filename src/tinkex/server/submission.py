@@ -40,6 +40,8 @@ UNFINISHED = "unfinished-"
 """What the name of a state begins with while its files are written."""
 UNLOAD = ":unload"
 """What follows a run's id in the id of the request that unloads it."""
+UNLOAD_GAP_SECONDS = 60.0
+"""How long a missing request holds up the unloading of its run."""
 MOST_AHEAD = 100_000
 """How many numbers a request may leave out: once they are given up, the run goes on behind it."""
 STATE_OPERATIONS = 32
@@ -190,6 +192,7 @@ async def enqueue(
         return UntypedAPIFuture(request_id=receipt, model_id=model_id)
     if live.last is not None and number >= live.last:
         raise Refusal(410, f"model {model_id!r} has been unloaded; {CARRY_ON}")
+    _check_gap(state, live, number, call)
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
     if number < live.lane.next:  # it will not be carried out, so it need not be on disk
         promise.fail(f"request number {number} of this run has passed; the next one is {live.lane.next}")
@@ -206,12 +209,30 @@ async def enqueue(
         try:
             released = live.lane.offer(number, queued)
         except ValueError:
+            live.lane.let_go(number)
             promise.fail(f"request number {number} of this run has passed; the next one is {live.lane.next}")
             released = []
         _release(state, live, released)
 
-    await _taken(state, promise, state.journal(state.run_directory(model_id)), number, call, begin)
+    live.lane.hold(number, len(call.body))
+    try:
+        await _taken(state, promise, state.journal(state.run_directory(model_id)), number, call, begin)
+    except Exception:
+        live.lane.let_go(number)
+        raise
     return UntypedAPIFuture(request_id=request_id, model_id=model_id)
+
+
+def _check_gap(state: State, live: LiveRun, number: int, call: Call) -> None:
+    """Ask for a request again later if too much waits for a missing one; that one is always taken."""
+    held, limit = live.lane.held_bytes + len(call.body), state.limits.gap_bytes
+    if number > live.lane.next and held > limit and not call.is_replayed:
+        raise Refusal(
+            429,
+            f"{live.lane.held_bytes} bytes of requests of this run wait for request number {live.lane.next}, which "
+            f"has not come; the limit gap_bytes is {limit}",
+            headers={"Retry-After": "1"},
+        )
 
 
 def _free(state: State, live: LiveRun) -> int:
@@ -425,7 +446,9 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
 
     def begin() -> None:
         work = functools.partial(_drop, state, live)
-        _release(state, live, live.lane.offer(last, Queued(promise, work, after, is_due_anyway=True)))
+        released = live.lane.offer(last, Queued(promise, work, after, is_due_anyway=True))
+        _stop_clock(live)  # it is set to a shorter time
+        _release(state, live, released)
 
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
     last = live.last = _free(state, live) if call.number is None else call.number
@@ -534,13 +557,20 @@ def _watch_gap(state: State, live: LiveRun) -> None:
     missing = live.lane.missing
     if missing == live.gap:
         return
+    _stop_clock(live)
     live.gap = missing
+    if missing is not None:
+        patience = state.limits.gap_seconds
+        if live.last is not None:
+            patience = min(patience, UNLOAD_GAP_SECONDS)
+        live.gap_timer = asyncio.get_running_loop().call_later(patience, _close_gap, state, live, missing)
+
+
+def _stop_clock(live: LiveRun) -> None:
+    live.gap = None
     if live.gap_timer is not None:
         live.gap_timer.cancel()
         live.gap_timer = None
-    if missing is not None:
-        loop = asyncio.get_running_loop()
-        live.gap_timer = loop.call_later(state.limits.gap_seconds, _close_gap, state, live, missing)
 
 
 def _close_gap(state: State, live: LiveRun, missing: int) -> None:
