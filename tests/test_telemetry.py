@@ -634,12 +634,29 @@ def test_a_batch_that_fails_for_good_is_lost_and_the_next_one_is_sent(
 
 
 @pytest.mark.covers("1.5.4/4")
-@pytest.mark.parametrize("answer", [Answer(422), Answer(500), Answer(drop=True), Answer(body={"status": "no"})])
+@pytest.mark.parametrize("answer", [Answer(429), Answer(500), Answer(drop=True), Answer(body={"status": "no"})])
 def test_any_failure_is_tried_again(answer: Answer, faulty: FaultyServer, transport: Transport, make: Make) -> None:
     faulty.script("telemetry", answer, answer, ACCEPTED)
     reporter = make(telemetry.sender(transport))
     assert reporter.flush(sync=True)
     assert len(faulty.requests("telemetry")) == 3
+
+
+@pytest.mark.covers("U27")
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
+def test_a_batch_that_is_refused_is_dropped_with_one_warning(
+    status: int, faulty: FaultyServer, transport: Transport, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty.script("telemetry", Answer(status, {"detail": "not here"}), ACCEPTED)
+    reporter = make(telemetry.sender(transport))
+    assert reporter.log("lost")
+    assert reporter.flush(sync=True)
+    assert len(faulty.requests("telemetry")) == 1
+    (line,) = [record for record in caplog.records if record.name == "tinkex"]
+    assert (line.levelname, line.getMessage()[:19]) == ("WARNING", "telemetry: 2 events")
+    assert reporter.log("kept")
+    assert reporter.flush(sync=True)
+    assert [event["event_name"] for event in faulty.requests("telemetry")[1].json["events"]] == ["kept"]
 
 
 @pytest.mark.covers("1.5.1/8", "1.5.1/9")

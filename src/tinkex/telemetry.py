@@ -38,7 +38,7 @@ from urllib.parse import urlsplit
 from tinkex import environment
 from tinkex import events as bus
 from tinkex.config import HOSTED_URL, Config
-from tinkex.errors import ConfigurationError, TinkerError
+from tinkex.errors import APIStatusError, ConfigurationError, TinkerError, is_retryable
 from tinkex.futures import start
 from tinkex.protocol import PROTOCOL_VERSION, TELEMETRY, Operation
 from tinkex.redaction import MOST_TRACEBACK, Scrubber, secrets_of
@@ -681,7 +681,7 @@ class Reporter:
         return batch
 
     async def _deliver(self, batch: list[TelemetryEvent]) -> None:
-        """Send a batch, again and again if need be; what cannot be sent is lost."""
+        """Send a batch, again and again if need be; a batch that is refused or cannot be sent is dropped."""
         request = TelemetryBatch(
             events=batch,
             platform=platform.system(),
@@ -696,6 +696,9 @@ class Reporter:
                 return
             except Exception as error:
                 reason = self._scrubber.text(str(error) or type(error).__qualname__)
+                if isinstance(error, APIStatusError) and not is_retryable(error):
+                    logger.warning("telemetry: %d events dropped, the server refused them: %s", len(batch), reason)
+                    return
                 if attempt == self._max_retries:
                     break
                 delay = retry_delay(attempt, self._retry_base_delay)
