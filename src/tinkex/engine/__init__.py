@@ -75,6 +75,8 @@ class BaseModel:
     arch: str
     directory: Path | None = None
     eos_tokens: frozenset[int] = field(default_factory=frozenset)
+    digest: str = ""
+    """Tells these weights from others of the same name; empty when that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

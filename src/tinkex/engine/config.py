@@ -5,6 +5,7 @@ Where a file leaves something out, the family's own default holds, as in transfo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ SLIDING = "sliding_attention"
 LAYER_TYPES = ("full_attention", SLIDING)
 TRAINED = "original_max_position_embeddings"
 ROPE_NEEDS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor", TRAINED)}
+DIGEST_BLOCK, DIGEST_BLOCKS = 4096, 256
+"""The size of the samples of a file of weights, and about how many of them its digest takes."""
 CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 Fields: TypeAlias = Mapping[str, Any]
@@ -410,7 +413,28 @@ def describe(name: str, directory: Path) -> BaseModel:
         arch=config.arch,
         directory=directory,
         eos_tokens=eos_tokens(directory, config.vocab),
+        digest=weights_digest(directory),
     )
+
+
+def weights_digest(directory: Path) -> str:
+    """Return a digest of a base model's configuration and of samples of its weights.
+
+    All names, shapes and sizes enter it, and blocks at regular distances of each file. Reading all
+    of the weights would take minutes for a large model.
+    """
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            head = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(head, size)))
+            first = 8 + head
+            for at in range(first, size, max(DIGEST_BLOCK, (size - first) // DIGEST_BLOCKS)):
+                file.seek(at)
+                digest.update(file.read(DIGEST_BLOCK))
+    return digest.hexdigest()
 
 
 def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:

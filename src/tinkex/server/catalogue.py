@@ -181,4 +181,5 @@ def _run(row: sqlite3.Row) -> Run:
         optimizer=json.loads(row["optimizer"]),
         user_metadata=json.loads(row["user_metadata"]),
         owner=row["owner"],
+        base_digest=row["base_digest"],
     )

@@ -144,6 +144,7 @@ def _place_files(store: Store, run: Run, wanted: Wanted, scratch: Path) -> Saved
         user_metadata=wanted.user_metadata,
         owner=run.owner,
         project_id=wanted.project_id,
+        base_digest=run.base_digest,
     )
     store.put_checkpoint(saved, wanted.request_id)
     if replaced is not None:

@@ -263,13 +263,13 @@ def new_run(
     """Make an adapter and put its run on record; on the worker."""
     request: CreateModelRequest | LoadWeightsRequest = call.request
     assert request.session_id is not None
-    state.base_model(base_model)
+    base = state.base_model(base_model)
     known = state.store.run(model_id)
     if known is not None and not call.is_replayed:  # it was unloaded
         raise EngineError(f"model {model_id!r} is no longer loaded; {CARRY_ON}")
     state.engine.create(model_id, base_model, lora, optimizer)
     metadata = request.user_metadata or {}
-    run = Run(model_id, request.session_id, base_model, lora, optimizer.to_wire(), metadata, call.owner)
+    run = Run(model_id, request.session_id, base_model, lora, optimizer.to_wire(), metadata, call.owner, base.digest)
     if known is None:
         state.store.add_run(run)
     return run
@@ -484,6 +484,7 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
         else:
             saved = find_checkpoint(state, request.path, "weights", base_model, reader=reader)
             check(saved.directory)
+            state.check_base(saved.base_model, saved.base_digest, request.path)
             state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
         return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
 
@@ -503,6 +504,7 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
             base_model, lora, directory = known.base_model, known.lora, loaded
         else:
             saved = find_checkpoint(state, request.path, "weights", request.base_model, reader=reader)
+            state.check_base(saved.base_model, saved.base_digest, request.path)
             optimizer = request.optimizer_config or OptimizerConfigBase.from_wire(saved.optimizer)
             base_model, lora, directory = saved.base_model, saved.lora, saved.directory
         live = LiveRun(new_run(state, model_id, call, base_model, lora, optimizer))

@@ -251,7 +251,14 @@ def _copy(state: State, request: CopyWeightsRequest, owner: str, reader: str, co
         return None
     kind, name = ParsedCheckpointTinkerPath.from_tinker_path(source.tinker_path).checkpoint_id.split("/")
     run = Run(
-        f"{copy_id}:train:0", copy_id, source.base_model, source.lora, source.optimizer, source.user_metadata, owner
+        f"{copy_id}:train:0",
+        copy_id,
+        source.base_model,
+        source.lora,
+        source.optimizer,
+        source.user_metadata,
+        owner,
+        source.base_digest,
     )
     wanted = Wanted(kind, name, request.ttl_seconds, source.user_metadata, project_id=request.destination_project_id)
 

@@ -105,6 +105,8 @@ async def _revive_run(state: State, handlers: Handlers, model_id: str, directory
     session_id = model_id.rpartition(":train:")[0]
     if await asyncio.to_thread(state.store.session_state, session_id) != "active":
         return
+    if run is not None:
+        state.check_base(run.base_model, run.base_digest, model_id, "server")
     state.heard[session_id] = time.monotonic()
     await asyncio.to_thread(clear_leftovers, state, model_id)
     await asyncio.to_thread(_clear_unfinished, directory)

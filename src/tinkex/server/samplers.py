@@ -47,6 +47,7 @@ async def find_source(state: State, sampler: Sampler) -> WeightSource:
         if bound in (None, name):
             if sampler.session_id in state.heard:
                 state.bound[sampler.sampler_id] = name
+            state.check_base(saved.base_model, saved.base_digest, saved.tinker_path)
             return WeightSource(name, saved.base_model, saved.directory)
     if bound is not None and bound in state.loading:  # weights that are still in memory may be sampled from
         return WeightSource(bound, sampler.base_model, is_loadable=False)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tinkex import codec
 from tinkex.engine import BaseModel, Engine, EngineError, Writer
@@ -285,6 +285,15 @@ class State:
         if name not in models:
             raise EngineError(f"there is no base model {name!r}; this server has: {', '.join(sorted(models))}")
         return models[name]
+
+    def check_base(self, name: str, digest: str, what: str, category: Literal["user", "server"] = "user") -> None:
+        """Refuse weights that were trained on another base model of the same name."""
+        if digest and (now := self.base_model(name).digest) and now != digest:
+            raise EngineError(
+                f"{what} was trained on other weights of {name!r} than this server has under that "
+                "name; start the server with the base model it was trained on",
+                category,
+            )
 
     def hear(self, session_id: str) -> None:
         """Note that something came for a session, if it is open."""

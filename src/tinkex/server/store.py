@@ -85,6 +85,10 @@ MIGRATIONS = (
     INSERT INTO saves SELECT request_id, tinker_path, size_bytes FROM checkpoints WHERE request_id IS NOT NULL;
     ALTER TABLE checkpoints DROP COLUMN request_id
     """,
+    """
+    ALTER TABLE runs ADD COLUMN base_digest TEXT NOT NULL DEFAULT '';
+    ALTER TABLE checkpoints ADD COLUMN base_digest TEXT NOT NULL DEFAULT ''
+    """,
 )
 
 DATABASE = "tinkex.sqlite3"
@@ -111,6 +115,8 @@ class Run:
     optimizer: dict[str, Any]
     user_metadata: dict[str, Any] = field(default_factory=dict)
     owner: str = LOCAL_OWNER
+    base_digest: str = ""
+    """Which weights the base model had; empty when that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,7 @@ class SavedCheckpoint:
     owner: str = LOCAL_OWNER
     public: bool = False
     project_id: str | None = None
+    base_digest: str = ""
 
     def is_shown_to(self, owner: str) -> bool:
         """Whether someone may read it: its owner, and everyone once it is published."""
@@ -283,6 +290,7 @@ class Store:
                 "model_id": run.model_id,
                 "session_id": run.session_id,
                 "base_model": run.base_model,
+                "base_digest": run.base_digest,
                 "lora": run.lora.model_dump_json(),
                 "optimizer": json.dumps(run.optimizer),
                 "user_metadata": json.dumps(run.user_metadata),
@@ -304,6 +312,7 @@ class Store:
             optimizer=json.loads(row["optimizer"]),
             user_metadata=json.loads(row["user_metadata"]),
             owner=row["owner"],
+            base_digest=row["base_digest"],
         )
 
     def add_sampler(self, sampler: Sampler) -> None:
@@ -366,6 +375,7 @@ class Store:
             "model_id": saved.model_id,
             "directory": saved.directory.relative_to(self.root).as_posix(),
             "base_model": saved.base_model,
+            "base_digest": saved.base_digest,
             "lora": saved.lora.model_dump_json(),
             "optimizer": json.dumps(saved.optimizer),
             "size_bytes": saved.size_bytes,
@@ -411,6 +421,7 @@ class Store:
             owner=row["owner"],
             public=bool(row["public"]),
             project_id=row["project_id"],
+            base_digest=row["base_digest"],
         )
 
 
