@@ -23,6 +23,7 @@ from tinkex.cli.chat import Chat, CommandError
 from tinkex.cli.main import cli
 from tinkex.engine import BaseModel
 from tinkex.engine.fake import FakeEngine
+from tinkex.streams import SampleStream
 from tinkex.supervised import read_examples
 from tinkex.tokenizers import Tokenizer, load_tokenizer
 
@@ -305,6 +306,27 @@ def test_each_piped_line_is_answered_in_one_conversation(piped: Callable[..., Re
     assert again["answer"] == alone["answer"]
     plain = piped("two\n", "--seed", "3")
     assert plain.stdout.rstrip() == alone["answer"]
+
+
+def test_changes_of_logits_reach_the_server(talk: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[types.SamplingParams] = []
+    stream = talk.sampler.sample_stream
+
+    def spy(prompt: types.ModelInput, params: types.SamplingParams) -> SampleStream:
+        seen.append(params)
+        return stream(prompt, params)
+
+    monkeypatch.setattr(talk.sampler, "sample_stream", spy)
+    talk.shaping = {"min_p": 0.1, "bad_words": ["no"]}
+    talk.ask("hello", lambda piece: None)
+    assert (seen[0].min_p, seen[0].bad_words) == (0.1, ["no"])
+
+
+def test_changes_of_logits_are_options_of_chat(piped: Callable[..., Result]) -> None:
+    assert piped("one\n", "--presence-penalty", "1", "--logit-bias", "5=1").exit_code == 0
+    refused = piped("one\n", "--presence-penalty", "3")
+    assert refused.exit_code == 2
+    assert "presence_penalty must be between -2 and 2" in refused.output
 
 
 def test_raw_text_is_continued_without_memory(piped: Callable[..., Result]) -> None:

@@ -154,6 +154,8 @@ def test_every_command_has_help(command: Command) -> None:
         (("run", "--seed", "x"), "Usage: tinkex run ", "'x' is not a valid integer."),
         (("run", "--num-samples", "x"), "Usage: tinkex run ", "'x' is not a whole number."),
         (("run", "--top-p", "x"), "Usage: tinkex run ", "'x' is not a number."),
+        (("run", "--base-model", "x", "--prompt", "x", "--min-p", "2"), "Usage: tinkex run ", "min_p must be in"),
+        (("run", "--base-model", "x", "--prompt", "x", "--logit-bias", "x"), "Usage: tinkex run ", "takes ID=BIAS"),
         (("run", "--top-p", "0"), "Usage: tinkex run ", "0.0 is not in the range 0<x<=1"),
     ],
 )
@@ -336,6 +338,20 @@ def test_samples_are_printed_with_their_facts(command: Command, here: str) -> No
         assert line == f"stop_reason=length | avg_logprob={mean:.3f}"
     assert shown.result.command == "run"
     assert shown.result.ok
+
+
+def test_changes_of_logits_are_options_of_run(command: Command, faulty: FaultyServer, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("[5, 6, 7]")
+    faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
+    faulty.script("asample", Answer(400, {"detail": "enough"}))
+    options = ["--min-p", "0.1", "--repetition-penalty", "1.5", "--presence-penalty", "1", "--frequency-penalty", "-1"]
+    changes = ["--logit-bias", "5=2.5", "--logit-bias", "7=-100", "--bad-word", "no", "--bad-word", "never"]
+    command("run", "--base-model", "x", "--prompt-file", str(tmp_path / "prompt"), *options, *changes)
+    sent = faulty.requests("asample")[0].json["sampling_params"]
+    assert (sent["min_p"], sent["repetition_penalty"]) == (0.1, 1.5)
+    assert (sent["presence_penalty"], sent["frequency_penalty"]) == (1.0, -1.0)
+    assert sent["logit_bias"] == {"5": 2.5, "7": -100.0}
+    assert sent["bad_words"] == ["no", "never"]
 
 
 @pytest.mark.covers("1.16.4", "Q-18")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import tinkex
 from tinkex import codec, protobuf, types
 from tinkex.types.inputs import token_array
-from tinkex.types.record import Record
+from tinkex.types.record import Record, from_json, to_json
 
 # ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -365,14 +365,55 @@ def test_a_datum_survives_the_wire() -> None:
         ({"top_p": 1.1}, "top_p"),
         ({"top_p": float("nan")}, "top_p"),
         ({"stop": ["a", 1]}, "stop"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": float("nan")}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"logit_bias": {3: 101}}, "logit_bias of token 3 must be between -100 and 100"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias"),
+        ({"logit_bias": {-1: 1}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(4097), 1.0)}, "logit_bias takes at most 4096"),
+        ({"bad_words": "no"}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": [[]]}, "bad_words"),
+        ({"bad_words": [[-1]]}, "bad_words"),
+        ({"bad_words": ["x" * 257]}, "257 characters"),
+        ({"bad_words": [[1]] * 1025}, "bad_words takes at most 1024"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_sampling_parameters_out_of_range_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         types.SamplingParams(**fields)
     with pytest.raises(ValueError, match=words):
         types.SamplingParams.model_validate(fields)
+
+
+def test_changes_of_logits_are_sent_when_they_are_set() -> None:
+    plain = {"temperature", "top_k", "top_p"}
+    assert json.loads(to_json(types.SamplingParams(min_p=0, bad_words=[], logit_bias={}))).keys() == plain
+    assert types.SamplingParams().model_dump().keys() == plain | {"max_tokens", "seed", "stop"}
+    changes = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {5: 1.5, 7: -100.0},
+        "bad_words": ["no", [1, 2]],
+    }
+    params = types.SamplingParams(**changes)  # type: ignore[arg-type]
+    sent = json.loads(to_json(params))
+    assert sent["logit_bias"] == {"5": 1.5, "7": -100.0}
+    assert {name: value for name, value in params.model_dump().items() if name in changes} == changes
+    assert types.SamplingParams.model_validate(sent) == params
+    assert types.SamplingParams.model_validate_json(json.dumps(sent)) == params
+    request = types.SampleRequest(prompt=types.ModelInput.from_ints([1]), sampling_params=params)
+    assert from_json(types.SampleRequest, to_json(request)).sampling_params == params
+    assert types.SamplingParams(logit_bias={np.int64(5): np.float32(1)}, bad_words=[np.array([1, 2])]) == (  # type: ignore[dict-item, list-item]
+        types.SamplingParams(logit_bias={5: 1.0}, bad_words=[[1, 2]])
+    )
 
 
 @pytest.mark.parametrize("stop", [None, "x", ["x", "y"], [1, 2], []])

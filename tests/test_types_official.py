@@ -63,6 +63,14 @@ EXTRA_HERE = {
     "ForwardBackwardRequest": {"forward_only"},
     "OptimStepRequest": {"adam_params", "optimizer_params"},
     "SampledSequence": {"weights_versions_np"},
+    "SamplingParams": {
+        "bad_words",
+        "frequency_penalty",
+        "logit_bias",
+        "min_p",
+        "presence_penalty",
+        "repetition_penalty",
+    },
 }
 CLASSES = [
     "AccessibleSearchOwner",

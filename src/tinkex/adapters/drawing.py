@@ -49,6 +49,8 @@ def draw(
     limit = context - len(tokens) if params.max_tokens is None else params.max_tokens
     if len(tokens) + limit > context:
         raise ValueError(f"a prompt of {len(tokens)} tokens and max_tokens {limit} exceed the window of {context}")
+    if params.changes_logits or params.min_p:
+        raise ValueError("min_p, penalties, logit_bias and bad_words are not supported here; leave them out")
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
     stops = set(eos) if params.stop is None else {params.stop} if isinstance(params.stop, str) else set(params.stop)

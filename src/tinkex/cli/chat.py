@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tinkex.cli.servers import (
     server_url,
     tokenizer_of,
 )
+from tinkex.cli.shaping import shaping_of, shaping_options
 from tinkex.cli.terminal import plain_console
 from tinkex.errors import TinkerError
 from tinkex.sampling import SamplingClient
@@ -75,6 +76,8 @@ class Chat:
     system: str | None = None
     raw: bool = False
     """Whether each message is a text to go on with, without format and memory."""
+    shaping: Mapping[str, Any] = field(default_factory=dict)
+    """Penalties, biases and banned words, as fields of SamplingParams."""
     tell: Callable[[str], object] = lambda text: None
     messages: list[Message] = field(default_factory=list)
     _left_out: int = field(default=0, init=False)
@@ -126,6 +129,7 @@ class Chat:
             top_p=self.top_p,
             seed=self.seed,
             stop=None if self.raw else self.format.stop,
+            **self.shaping,
         )
         text, said, tokens, reason = AnswerText(self.format, stop_texts=not self.raw), "", 0, "length"
 
@@ -237,6 +241,7 @@ def _count(messages: list[Message]) -> str:
     type=click.FloatRange(0, 1, min_open=True),
     help="Draw from the likeliest tokens that make up this much.",
 )
+@shaping_options
 @click.option(
     "--max-tokens", default=MAX_TOKENS, show_default=True, type=click.IntRange(1), help="The most tokens of an answer."
 )
@@ -267,6 +272,7 @@ def chat(
     timeout: int | None,
     output_format: str,
     json: bool,
+    **shaping: Any,
 ) -> None:
     """Talk to a base model or a checkpoint (tinker://RUN/sampler_weights/NAME).
 
@@ -282,6 +288,7 @@ def chat(
     is_terminal, as_json = sys.stdin.isatty(), json or output_format == "json"
     if is_terminal and as_json:
         raise click.UsageError("--json is for standard input that is no terminal")
+    chosen = shaping_of(shaping)
     notes = plain_console(stderr=True)
 
     def tell(text: str) -> None:
@@ -301,6 +308,7 @@ def chat(
                 context=context_of(service, base_model),
                 system=system,
                 raw=raw,
+                shaping=chosen,
                 tell=tell,
             )
         if is_terminal:

@@ -38,6 +38,7 @@ from tinkex.cli.output import (
 )
 from tinkex.cli.progress import fetch_pages, waiting
 from tinkex.cli.results import CommandError, Outcome, invocation_of
+from tinkex.cli.shaping import shaping_of, shaping_options
 
 if TYPE_CHECKING:
     from tinkex.types.checkpoints import Checkpoint, TrainingRun
@@ -90,6 +91,7 @@ def sample_options(function: F) -> F:
             show_default=True,
             help="Draw from the likeliest that have this probability together.",
         ),
+        shaping_options,
         click.option("--num-samples", type=click.IntRange(1), default=1, show_default=True, help="How many samples."),
         click.option("--seed", type=int, help="The same seed draws the same samples."),
         click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends a sample. Repeatable."),
@@ -138,6 +140,7 @@ def sample(
     http_pool: int | None,
     output: str | None,
     json: bool,
+    **shaping: Any,
 ) -> Outcome:
     """Sample, and print or write what came."""
     from tinkex.futures import start
@@ -151,6 +154,7 @@ def sample(
         checked_path(model_path)
     if output is not None:
         check_place(Path(output))
+    changes = shaping_of(shaping)
     click.echo("Starting sampling...", err=json)
     pools = None if http_pool is None else {"sample": http_pool}
     with explaining("sampling"), connection.service(pool_sizes=pools) as service:
@@ -166,6 +170,7 @@ def sample(
                 top_p=top_p,
                 seed=seed,
                 stop=list(stop) or None,
+                **changes,
             )
             response = wait(sampler.sample(tokens, num_samples, params), seconds)
     data = response_data(response)

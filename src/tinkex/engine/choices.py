@@ -27,6 +27,7 @@ GREEDY_BELOW = 1e-30
 """Temperatures under this are taken for 0: float32 has no room for the quotient."""
 COLD_BELOW = 1e-3
 """Under this the largest logit is subtracted before dividing, lest the quotient overflow."""
+UNSORTED = 0
 SPAN = 256
 """Weights are summed by spans, of which only the one that is hit is looked at closely."""
 
@@ -66,21 +67,33 @@ def choose(
         if top_k is None:
             tokens_B[rows_b] = logits_BV[rows_b].argmax(-1)
         else:
-            top_p = [params_B[row].top_p for row in rows]
-            top_p_b1 = to_device(top_p, logits_BV.device, torch.float64)[:, None]
-            tokens_B[rows_b] = _draw_truncated(probs_BV[rows_b], numbers_B1[rows_b], top_k, top_p_b1)
+            cut = [[params_B[row].min_p, params_B[row].top_p] for row in rows]
+            min_p_b1, top_p_b1 = to_device(cut, logits_BV.device, torch.float64)[:, :, None].unbind(1)
+            probs_bV, numbers_b1 = _likely(probs_BV[rows_b], min_p_b1), numbers_B1[rows_b]
+            if top_k == UNSORTED:
+                tokens_B[rows_b] = _invert(probs_bV, numbers_b1)
+            else:
+                tokens_B[rows_b] = _draw_truncated(probs_bV, numbers_b1, top_k, top_p_b1)
     return tokens_B, logprobs_BV
 
 
 def _alike(params_B: Sequence[SamplingParams], greedy: Array) -> list[tuple[list[int], int | None]]:
-    """The rows that are not simply drawn, by their top_k; None for greedy ones."""
+    """The rows that are not simply drawn, by their top_k; None for greedy ones, UNSORTED for min_p alone."""
     kinds: dict[int | None, list[int]] = {}
     for row, params in enumerate(params_B):
         if greedy[row]:
             kinds.setdefault(None, []).append(row)
         elif params.top_k != -1 or params.top_p != 1:
             kinds.setdefault(params.top_k, []).append(row)
+        elif params.min_p:
+            kinds.setdefault(UNSORTED, []).append(row)
     return [(rows, top_k) for top_k, rows in kinds.items()]
+
+
+def _likely(probs_BV: torch.Tensor, min_p_B1: torch.Tensor) -> torch.Tensor:
+    """Probabilities, 0 where they are less than this share of the largest."""
+    least_B1 = (probs_BV.amax(-1, keepdim=True) * min_p_B1).to(probs_BV.dtype)
+    return probs_BV.masked_fill(probs_BV < least_B1, 0)
 
 
 def _scaled(logits_BV: torch.Tensor, temperatures: Array) -> torch.Tensor:
@@ -106,7 +119,8 @@ def _invert(weights_BV: torch.Tensor, numbers_B1: torch.Tensor) -> torch.Tensor:
     span_B1 = _first_above(sums_BN, cumulated_BN, wanted_B1)
     before_B1 = cumulated_BN.gather(1, span_B1) - sums_BN.gather(1, span_B1)
     inside_BS = spans_BNS.gather(1, span_B1[:, :, None].expand(-1, -1, SPAN))[:, 0]
-    at_B1 = _first_above(inside_BS, inside_BS.cumsum(-1, dtype=torch.float64), wanted_B1 - before_B1)
+    rest_B1 = (wanted_B1 - before_B1).clamp_min(0)  # rounding may take it below, where a weight of 0 would be hit
+    at_B1 = _first_above(inside_BS, inside_BS.cumsum(-1, dtype=torch.float64), rest_B1)
     return (span_B1 * SPAN + at_B1)[:, 0]
 
 

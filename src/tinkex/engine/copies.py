@@ -21,7 +21,7 @@ STAGING = 1 << 22
 
 
 def to_device(
-    values: Array | Sequence[int] | Sequence[float] | Sequence[Sequence[int]],
+    values: Array | Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]],
     device: torch.device,
     dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:

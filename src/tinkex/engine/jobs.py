@@ -22,6 +22,7 @@ from tinkex.engine.cache import namespace, prompt_keys
 from tinkex.engine.choices import choose, uniforms
 from tinkex.engine.losses import read_tokens
 from tinkex.engine.recordings import Recorder
+from tinkex.engine.shaping import Shape
 from tinkex.engine.trainer import LOGITS_BUDGET, log_softmax
 from tinkex.types.sampling import (
     EMPTY_CELL,
@@ -296,6 +297,7 @@ class Job:
         self.prompt = read_tokens(request.prompt, "prompt", config.context)
         _check(request, self.prompt, config.vocab)
         self.limit = token_limit(request, self.prompt.size, config.context)
+        self.shape = Shape.of(request.sampling_params, self.prompt, config.vocab, source.tokenizer)
         self._stop = StopRule(source, request.sampling_params.stop, request.num_samples)
         self.scores = PromptScores(self.prompt, request, seed, config.vocab)
         self.samples = [Sample(index, [], [], []) for index in range(request.num_samples)]

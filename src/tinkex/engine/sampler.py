@@ -45,6 +45,7 @@ from tinkex.engine.native.decoding import NativeDecoding, NativePrefill, NativeS
 from tinkex.engine.native.weights import find as find_native
 from tinkex.engine.recordings import Scores
 from tinkex.engine.row_adapters import Products, RowAdapters, padded
+from tinkex.engine.shaping import Shaped, Shaper
 from tinkex.engine.turns import Shares
 from tinkex.types.sampling import SampleRequest, TopkLogprobs
 
@@ -136,6 +137,7 @@ class Runner:
         self._native = find_native(model, limits.packed_bytes) if limits.way in (None, "native") else None
         self._products = Products(model, limits.packed_bytes, self._native)
         self._prefill, self._decoding = self._choose_way()
+        self._shaper = Shaper(model.embed_VD.device, model.config.vocab)
         self._queues: dict[str, deque[tuple[str, Job]]] = {}
         """By owner, the jobs that wait."""
         self._returned: deque[tuple[str, Job, str]] = deque()
@@ -289,6 +291,8 @@ class Runner:
     def _remove(self, running: _Running) -> None:
         for sample in list(running.rows):
             self._unseat(running, sample, again=False)
+        for sample in running.job.samples:
+            self._shaper.forget(id(sample))
         self._blocks.release(running.blocks)
         self._running.remove(running)
         if not self._running:  # nobody will read it, and it holds jobs and their weights
@@ -365,7 +369,7 @@ class Runner:
         requests, numbers_B = [running.job.request for running, _ in pairs], _numbers(pairs)
         params_B = [request.sampling_params for request in requests]
         if self._native is None:
-            tokens_B, logprobs_BV = choose(logits_BV, numbers_B, params_B)
+            tokens_B, logprobs_BV = self._chosen(logits_BV, numbers_B, pairs)
             return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0], _Logprobs(logprobs_BV)
         temperatures = np.array([params.temperature for params in params_B])
         drawn_B, chosen_B = self._native.draw(
@@ -374,13 +378,32 @@ class Runner:
         rest = [at for at, request in enumerate(requests) if not _is_plain(request)]
         known = _Logprobs(logits_BV[:0])
         if rest:
-            some_b, logprobs_bV = choose(
-                logits_BV[put(rest, logits_BV)], numbers_B[rest], [params_B[at] for at in rest]
+            some_b, logprobs_bV = self._chosen(
+                logits_BV[put(rest, logits_BV)], numbers_B[rest], [pairs[at] for at in rest]
             )
             drawn_B[rest] = some_b.numpy()
             chosen_B[rest] = logprobs_bV.gather(1, some_b[:, None])[:, 0].numpy()
             known = _Logprobs(logprobs_bV, {at: index for index, at in enumerate(rest)})
         return torch.from_numpy(drawn_B), torch.from_numpy(chosen_B), known
+
+    def _chosen(
+        self, logits_BV: torch.Tensor, numbers_B: Array, pairs: Sequence[tuple[_Running, Sample]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `choose`, for samples; those whose logits are to be changed are chosen again, of the changed ones."""
+        params_B = [running.job.request.sampling_params for running, _ in pairs]
+        tokens_B, logprobs_BV = choose(logits_BV, numbers_B, params_B)
+        changes = {
+            at: Shaped(id(sample), running.job.shape, sample.tokens, len(sample.tokens) + sample.drawn)
+            for at, (running, sample) in enumerate(pairs)
+            if running.job.shape is not None
+        }
+        if changes:
+            rows = list(changes)
+            rows_b = put(rows, logits_BV)
+            tokens_B[rows_b] = self._shaper.choose(
+                logits_BV[rows_b], numbers_B[rows], [params_B[at] for at in rows], list(changes.values())
+            )
+        return tokens_B, logprobs_BV
 
     def _read(self, drawn: _Drawn | None) -> None:
         """Give samples the tokens that were drawn for them; those that have ended or gone meanwhile need none."""
@@ -557,8 +580,8 @@ class _Logprobs:
 def _is_plain(request: SampleRequest) -> bool:
     """Whether a sample is drawn among all tokens, and no others are listed beside it."""
     params = request.sampling_params
-    is_whole = (params.top_k == -1 and params.top_p == 1) or params.temperature < GREEDY_BELOW
-    return is_whole and not request.topk_sample_logprobs
+    is_whole = (params.top_k == -1 and params.top_p == 1 and not params.min_p) or params.temperature < GREEDY_BELOW
+    return is_whole and not request.topk_sample_logprobs and not params.changes_logits
 
 
 def _likeliest(known: _Logprobs, at_b: Sequence[int], k: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -198,6 +198,8 @@ def _fields(record: Record, keep_none: bool) -> dict[str, Any]:
         value = getattr(record, name)
         if name in record.NOT_SENT or (value is None and not keep_none and name not in record.SENT_AS_NULL):
             continue
+        if name in record.SENT_WHEN_SET and record.SENT_WHEN_SET[name] == value:
+            continue
         sent[name] = value if type(value) in _PLAIN else to_builtins(value, keep_none=keep_none)
     return sent
 
@@ -212,7 +214,7 @@ def from_builtins(kind: type[T], value: Any) -> T:
     """Validate decoded JSON into a record or bulk type; errors are `ValueError` and carry the path."""
     if hasattr(kind, "from_wire"):
         return value if isinstance(value, kind) else kind.from_wire(value)  # type: ignore[attr-defined]
-    return msgspec.convert(value, kind, dec_hook=_decode_bulk)
+    return msgspec.convert(value, kind, str_keys=True, dec_hook=_decode_bulk)
 
 
 def from_json(kind: type[T], body: bytes) -> T:
@@ -287,6 +289,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     SENT_AS_NULL: ClassVar[frozenset[str]] = frozenset()
     NOT_SENT: ClassVar[frozenset[str]] = frozenset()
+    SENT_WHEN_SET: ClassVar[Mapping[str, Any]] = {}
+    """Fields that other servers do not know, and the values at which they are left out."""
 
     def model_dump(
         self,
@@ -318,6 +322,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             skipped = (exclude_none and value is None) or name in self.NOT_SENT
+            skipped = skipped or (name in self.SENT_WHEN_SET and self.SENT_WHEN_SET[name] == value)
             if not skipped and not (name in usual and usual[name] == value) and _wanted(name, include, exclude):
                 dumped[name] = self._dump_field(value, mode, exclude_none)
         return dumped

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 import numpy as np
 
 from tinkex.types.inputs import ModelInput
-from tinkex.types.record import Int64, Record, Wired, from_builtins, number, parse_literal, settle, whole
+from tinkex.types.record import Int64, Record, Wired, from_builtins, number, parse_literal, whole
+from tinkex.types.sampling_params import SamplingParams as SamplingParams
 from tinkex.types.tensors import Array, TensorData
 
 StopReason: TypeAlias = Literal["length", "stop"]
@@ -19,42 +20,6 @@ TopkList: TypeAlias = list[list[tuple[int, float]] | None]
 
 EMPTY_CELL = -99999.0
 """Log-probability of an unused cell in a top-k table; its token id is 0."""
-
-
-class SamplingParams(Record, frozen=True, kw_only=True):
-    """How to sample. `stop` absent ends at the end-of-text tokens; an empty list never stops early.
-
-    Example:
-        >>> SamplingParams(max_tokens=16, temperature=0.7).top_k
-        -1
-    """
-
-    max_tokens: Int64 | None = None
-    seed: Int64 | None = None
-    stop: str | list[str | Int64] | None = None
-    temperature: float = 1.0
-    top_k: Int64 = -1
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
-            settle(self, name, number(getattr(self, name), name))
-        settle(self, "top_k", whole(self.top_k, "top_k"))
-        for name in ("max_tokens", "seed"):
-            if getattr(self, name) is not None:
-                settle(self, name, whole(getattr(self, name), name))
-        if self.stop is not None and not isinstance(self.stop, str):
-            if len({isinstance(item, str) for item in self.stop}) > 1:
-                raise ValueError("stop must be all strings or all token ids")
-            settle(self, "stop", [item if isinstance(item, str) else whole(item, "stop") for item in self.stop])
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise ValueError("max_tokens must be >= 0")
-        if not self.temperature >= 0 or self.temperature == float("inf"):
-            raise ValueError("temperature must be a number >= 0")
-        if self.top_k < -1 or self.top_k == 0:
-            raise ValueError("top_k must be -1 (off) or at least 1")
-        if not 0 < self.top_p <= 1:
-            raise ValueError("top_p must be in (0, 1]")
 
 
 class SampleRequest(Record, frozen=True, kw_only=True):
