@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from tinkex.codec import JSON, Body
 from tinkex.engine import EngineError, Listener, token_limit
+from tinkex.server import inflight
 from tinkex.server.accounts import auth_token, delete_api_key, get_api_key
 from tinkex.server.checkpoints import Wanted, find_checkpoint, readable, saving
 from tinkex.server.completions import poll, target_of
@@ -409,12 +410,15 @@ async def save_weights(state: State, call: Call) -> UntypedAPIFuture:
 
 
 async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture:
-    """Save weights to sample from: under a name, or as a nameless snapshot that lives with the session."""
+    """Save weights to sample from: under a name, or as a nameless sampler that lives with the session."""
     request: SaveWeightsForSamplerRequest = call.request
     live = await live_run(state, request.model_id)
     run = live.run
+    version: int | None = None
 
     def work() -> SaveWeightsForSamplerResponseInternal | Beside:
+        if request.kind == "inflight":
+            inflight.check(request)
         if request.path is not None:
             wanted = Wanted(
                 "sampler_weights",
@@ -431,9 +435,15 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
         if request.sampling_session_seq_id is None:
             raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
+        assert call.number is not None
+        if request.kind == "inflight":
+            nonlocal version
+            version = inflight.save(state, live, sampler_id, call.number)
+            return SaveWeightsForSamplerResponseInternal(
+                sampling_session_id=sampler_id, type="save_weights_for_sampler"
+            )
         state.drop_snapshot_files(sampler_id)  # a client that uses a number again means the new weights
         state.engine.snapshot(run.model_id, sampler_id)
-        assert call.number is not None
         live.unsaved_samplers[sampler_id] = call.number
         state.store.add_sampler(
             Sampler(
@@ -449,7 +459,10 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
         return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id, type="save_weights_for_sampler")
 
     def after(saved: SaveWeightsForSamplerResponseInternal) -> SaveWeightsForSamplerResponseInternal:
-        if saved.sampling_session_id is not None:
+        if saved.sampling_session_id is not None and request.kind == "inflight":
+            if version is not None:
+                inflight.publish(state, run, saved.sampling_session_id, version)
+        elif saved.sampling_session_id is not None:
             state.keep_snapshot(run.session_id, saved.sampling_session_id)
         return saved
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.engine import EngineError, Listener
+from tinkex.server import inflight
 from tinkex.server.seals import check
 from tinkex.server.state import Refusal, State
 from tinkex.server.store import Sampler
@@ -22,10 +23,26 @@ class WeightSource:
     base_model: str
     directory: Path | None = None
     is_loadable: bool = True
+    target: str | None = None
+    """The in-flight target that is sampled from; the weights are those it points to."""
+    version: int = 0
+    cache: str = ""
+    """The namespace of cached prompts, where it is not that of the weights."""
 
 
 async def find_source(state: State, sampler: Sampler) -> WeightSource:
     """The weights behind a sampler, as they are now; refuses what is no longer there."""
+    if sampler.version is not None:
+        now = await inflight.find(state, sampler)
+        return WeightSource(
+            now.weights,
+            sampler.base_model,
+            now.directory,
+            is_loadable=now.directory is not None,
+            target=now.target,
+            version=now.version,
+            cache=inflight.cache_of(sampler),
+        )
     if sampler.is_snapshot:
         if sampler.sampler_id not in state.snapshots:
             await _find_snapshot(state, sampler)
@@ -86,10 +103,12 @@ async def draw(
     """
     seed = request.sampling_params.seed if seed is None else seed
     loading = load(state, source) if source.is_loadable else None
+    if source.target is not None and loading is not None:  # the target went with the weights when they made room
+        state.worker.run(state.engine.point, source.target, source.name, source.version)
+    seed = secrets.randbits(63) if seed is None else seed
+    sampler = source.target or source.name
     try:
-        return await state.worker.sample(
-            job, source.name, request, secrets.randbits(63) if seed is None else seed, listener, owner
-        )
+        return await state.worker.sample(job, sampler, request, seed, listener, owner, source.cache)
     except EngineError:
         if loading is not None and loading.done() and (error := loading.exception()) is not None:
             raise error from None

@@ -189,6 +189,8 @@ class State:
         self.heard: dict[str, float] = {}
         self.snapshots: dict[str, Path | None] = {}
         """Nameless samplers, and where their weights are once they had to make room in memory."""
+        self.targets: dict[str, int] = {}
+        """The newest version of each run's in-flight target, where there is one."""
         self.loading: dict[str, asyncio.Future[None]] = {}
         self.committer = Committer()
         self.samples: dict[str, dict[str, int]] = {}
@@ -312,9 +314,9 @@ class State:
         self.worker.run(self.catalogue.touch, self._take_asked())
         self.worker.cancel_samples(f"{session_id}:")
         for sampler in [name for name in self.snapshots if name.startswith(f"{session_id}:")]:
-            del self.snapshots[sampler]
-            self.worker.run(self._forget_snapshot, sampler)
-            self.loading.pop(sampler, None)
+            self.forget_snapshot(sampler)
+        for model_id in [name for name in self.targets if name.startswith(f"{session_id}:")]:
+            del self.targets[model_id]
         for sampler in [name for name in self.bound if name.startswith(f"{session_id}:")]:
             del self.bound[sampler]
         self.promises.forget_session(session_id)
@@ -340,6 +342,7 @@ class State:
             self.worker.run(self.engine.drop_sampler, sampler)
             raise EngineError("the session has ended")
         self.snapshots[sampler] = None
+        self.loading.pop(sampler, None)  # what was loaded in the meantime must not be dropped as such
         in_memory = [name for name, directory in self.snapshots.items() if directory is None]
         for name in in_memory[: -self.limits.snapshots]:
             self.snapshots[name] = self.snapshot_directory(name)  # whoever asks from now on is queued behind the saving
@@ -393,6 +396,12 @@ class State:
         """Have nothing of a nameless sampler on disk, nor of what is being written. On the worker."""
         self._unplaced.pop(sampler, None)
         shutil.rmtree(self.snapshot_directory(sampler), ignore_errors=True)
+
+    def forget_snapshot(self, sampler: str) -> None:
+        """Let a nameless sampler go, in memory and on disk."""
+        self.snapshots.pop(sampler, None)
+        self.loading.pop(sampler, None)
+        self.worker.run(self._forget_snapshot, sampler)
 
     def _forget_snapshot(self, sampler: str) -> None:
         self.engine.drop_sampler(sampler)

@@ -89,6 +89,12 @@ MIGRATIONS = (
     ALTER TABLE runs ADD COLUMN base_digest TEXT NOT NULL DEFAULT '';
     ALTER TABLE checkpoints ADD COLUMN base_digest TEXT NOT NULL DEFAULT ''
     """,
+    """
+    ALTER TABLE samplers ADD COLUMN version INTEGER;
+    CREATE TABLE inflight (
+        model_id TEXT NOT NULL, number INTEGER NOT NULL, version INTEGER NOT NULL, PRIMARY KEY (model_id, number)
+    ) WITHOUT ROWID
+    """,
 )
 
 DATABASE = "tinkex.sqlite3"
@@ -131,6 +137,8 @@ class Sampler:
     owner: str = LOCAL_OWNER
     model_id: str | None = None
     """The run that a nameless snapshot was taken of."""
+    version: int | None = None
+    """Of an in-flight sampler: the version it was made with, the oldest it may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +286,7 @@ class Store:
                 [(time.time(), reason, detail, session_id)],
             ),
             ("DELETE FROM saves WHERE request_id > ? || ':' AND request_id < ? || ';'", [(session_id, session_id)]),
+            ("DELETE FROM inflight WHERE model_id > ? || ':' AND model_id < ? || ';'", [(session_id, session_id)]),
         )
 
     # ── runs and samplers ────────────────────────────────────────────────────────────────────────────────────────
@@ -317,21 +326,28 @@ class Store:
 
     def add_sampler(self, sampler: Sampler) -> None:
         """Record a new sampler; the same one again is no news."""
-        self._insert(
-            "samplers",
-            {
-                "sampler_id": sampler.sampler_id,
-                "session_id": sampler.session_id,
-                "base_model": sampler.base_model,
-                "model_path": sampler.model_path,
-                "is_snapshot": sampler.is_snapshot,
-                "created": time.time(),
-                "owner": sampler.owner,
-                "model_id": sampler.model_id,
-            },
-            replace=True,
+        self._insert("samplers", _sampler_row(sampler), replace=True)
+        self._samplers.pop(sampler.sampler_id, None)
+
+    def add_inflight(self, sampler: Sampler, number: int) -> None:
+        """Record an in-flight sampler, and the version that the request of this number made."""
+        row = _sampler_row(sampler)
+        self.change(
+            (_insertion("samplers", row, replace=True), [tuple(row.values())]),
+            ("INSERT OR IGNORE INTO inflight VALUES (?, ?, ?)", [(sampler.model_id, number, sampler.version)]),
         )
         self._samplers.pop(sampler.sampler_id, None)
+
+    def inflight_versions(self, model_id: str, number: int) -> tuple[int, int]:
+        """The version that the request of this number made or is to make, and the newest of its run; 0 if none."""
+        newest = self.newest_version(model_id)
+        row = self._one("SELECT version FROM inflight WHERE model_id = ? AND number = ?", model_id, number)
+        return (newest + 1 if row is None else int(row["version"])), newest
+
+    def newest_version(self, model_id: str) -> int:
+        """The newest version of a run's in-flight target; 0 if it has none."""
+        row = self._one("SELECT MAX(version) AS newest FROM inflight WHERE model_id = ?", model_id)
+        return 0 if row is None or row["newest"] is None else int(row["newest"])
 
     def known_sampler(self, sampler_id: str) -> Sampler | None:
         """A sampler that was asked for before, without a look at the database: for the event loop."""
@@ -353,6 +369,7 @@ class Store:
                 bool(row["is_snapshot"]),
                 row["owner"],
                 row["model_id"],
+                row["version"],
             )
             return sampler
 
@@ -423,6 +440,20 @@ class Store:
             project_id=row["project_id"],
             base_digest=row["base_digest"],
         )
+
+
+def _sampler_row(sampler: Sampler) -> dict[str, Any]:
+    return {
+        "sampler_id": sampler.sampler_id,
+        "session_id": sampler.session_id,
+        "base_model": sampler.base_model,
+        "model_path": sampler.model_path,
+        "is_snapshot": sampler.is_snapshot,
+        "created": time.time(),
+        "owner": sampler.owner,
+        "model_id": sampler.model_id,
+        "version": sampler.version,
+    }
 
 
 def _insertion(table: str, row: dict[str, Any], *, replace: bool) -> str:
