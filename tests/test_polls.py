@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import settled
-from tinkex import ServiceClient, codec, events, futures, limits, protocol, types
+from tinkex import ServiceClient, codec, events, futures, limits, protocol, queue_states, types
 from tinkex.config import Config
 from tinkex.futures import Future, await_many, await_many_async, retrieve, start
 from tinkex.limits import ByteBudget
@@ -588,8 +589,7 @@ def test_an_observer_an_event_and_the_log_hear_the_queues_reason(
     assert [(facts["queue_state"], facts["queue_state_reason"]) for facts in said] == changes
     assert all(facts["request_id"] == "r" and facts["model_id"] == "m" for facts in said)
     assert all(facts["session_id"] == "s" for facts in said)
-    lines = [record.message for record in caplog.records if "paused" in record.message]
-    assert lines == ["Training is paused for m. Reason: busy"]  # once a minute
+    assert not [record for record in caplog.records if "paused" in record.message]  # not before 15 minutes
 
 
 class States:
@@ -651,6 +651,7 @@ def test_the_clients_own_observer_can_be_replaced(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(queue_states.GRACE_SECONDS, "Training", 0.0)
     client = service.create_lora_training_client("m")
     client.on_queue_state_change("paused_rate_limit")
     assert caplog.messages[-1] == "Training is paused for m. Reason: concurrent training clients rate limit hit"
@@ -659,10 +660,50 @@ def test_the_clients_own_observer_can_be_replaced(
     monkeypatch.setattr(client, "on_queue_state_change", lambda state, reason: found.append((state, reason)))
     faulty.script("retrieve_future", paused(), STEPPED)
     client.optim_step(STEP).result(5)
-    assert found == [("paused_capacity", "busy")]
+    assert found == [("paused_capacity", "busy"), ("active", None)]  # the request has ended
     assert len(caplog.messages) == said
 
 
+@pytest.mark.covers("U28")
+@pytest.mark.parametrize("kind", ["training", "creation"])
+def test_long_pauses_of_training_are_logged(
+    faulty: FaultyServer,
+    service: ServiceClient,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """The same state is repeated by each poll, and the log has to hear all of them."""
+    monkeypatch.setitem(queue_states.GRACE_SECONDS, "Training", 0.3)
+    pauses: list[Answer | Callable[[Seen], Answer]] = [replace(paused(), delay=0.1) for _ in range(8)]
+    client = service.create_lora_training_client("m")
+    if kind == "training":
+        faulty.script("retrieve_future", *pauses, STEPPED)
+        client.optim_step(STEP).result(10)
+    else:
+        faulty.script("retrieve_future", *pauses, Answer(body={"model_id": "m"}))
+        with ServiceClient(base_url=faulty.base_url) as other:
+            other.create_lora_training_client("m").get_telemetry()
+    name = {"training": "m", "creation": "s:train:0"}[kind]
+    lines = [record.message for record in caplog.records if "paused" in record.message]
+    assert lines == [f"Training is paused for {name}. Reason: busy"]
+
+
+@pytest.mark.covers("U28")
+def test_the_end_of_a_request_ends_its_pause(
+    faulty: FaultyServer, service: ServiceClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pauses that are shorter than the time are not one long pause, whether requests succeed or fail."""
+    monkeypatch.setitem(queue_states.GRACE_SECONDS, "Training", 0.3)
+    client = service.create_lora_training_client("m")
+    for last in (STEPPED, Answer(body={"error": "no", "category": "user"}), STEPPED):
+        faulty.script("retrieve_future", *[replace(paused(), delay=0.08) for _ in range(3)], last)
+        with contextlib.suppress(tinkex.RequestFailedError):
+            client.optim_step(STEP).result(10)
+    assert not [record for record in caplog.records if "paused" in record.message]
+
+
+@pytest.mark.covers("U28")
 def test_the_queue_of_a_sampler_is_observed_as_well(
     faulty: FaultyServer, service: ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:

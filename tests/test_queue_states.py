@@ -56,13 +56,13 @@ def heard() -> Iterator[list[tuple[str, Mapping[str, float], Mapping[str, Any]]]
 def test_the_log_says_what_is_held_up_and_why(
     kind: Any, state: Any, reason: str | None, shown: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    QueueStateLogger(kind).on_queue_state_change(state, reason, name="s-1")
+    QueueStateLogger(kind, grace=0).on_queue_state_change(state, reason, name="s-1")
     assert caplog.record_tuples == [("tinkex", logging.WARNING, f"{kind} is paused for s-1. Reason: {shown}")]
 
 
 @pytest.mark.covers("1.19/2", "C85")
 def test_work_that_goes_on_is_never_logged_and_costs_no_later_warning(caplog: pytest.LogCaptureFixture) -> None:
-    log = QueueStateLogger("Training", Clock())
+    log = QueueStateLogger("Sampling", Clock())
     log.on_queue_state_change(ACTIVE, "busy", name="m")
     log.on_queue_state_change("ACTIVE", name="m")
     assert caplog.messages == []
@@ -84,6 +84,40 @@ def test_the_log_speaks_once_a_minute_of_each_client(caplog: pytest.LogCaptureFi
     log.on_queue_state_change(CAPACITY, "again", name="a")
     log.on_queue_state_change(CAPACITY, "too soon", name="b")
     assert [message.rpartition(" ")[2] for message in caplog.messages] == ["first", "another", "again"]
+
+
+@pytest.mark.covers("U28")
+def test_training_pauses_are_logged_after_15_minutes_of_the_same_state(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    log = QueueStateLogger("Training", clock)
+
+    def said(seconds: float, state: QueueState, name: str = "m") -> bool:
+        clock.now, before = seconds, len(caplog.messages)
+        log.on_queue_state_change(state, name=name)
+        return len(caplog.messages) > before
+
+    minutes = 60.0
+    assert not said(0, CAPACITY)
+    assert not said(5 * minutes, CAPACITY, "other")
+    assert not said(15 * minutes - 1, CAPACITY)
+    assert said(15 * minutes, CAPACITY)
+    assert not said(16 * minutes - 1, CAPACITY)
+    assert said(16 * minutes, CAPACITY)  # once a minute
+    assert not said(18 * minutes, RATE)  # another state begins anew
+    assert not said(33 * minutes - 1, RATE)
+    assert said(33 * minutes, RATE)
+    assert not said(34 * minutes, ACTIVE)
+    assert not said(35 * minutes, RATE)
+    assert said(50 * minutes, RATE)
+    assert said(51 * minutes, CAPACITY, "other")
+    log.clear("other")
+    assert not said(52 * minutes, CAPACITY, "other")
+
+
+@pytest.mark.covers("U28")
+def test_sampling_pauses_are_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    QueueStateLogger("Sampling", Clock()).on_queue_state_change(CAPACITY, name="s")
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.covers("C85")
@@ -112,7 +146,7 @@ def test_a_client_that_is_forgotten_is_spoken_of_at_once(caplog: pytest.LogCaptu
 def test_metadata_holds_the_id_and_the_reason(
     kind: Any, metadata: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    QueueStateLogger(kind).on_queue_state_change(CAPACITY, metadata | {"queue_state_reason": "why"})
+    QueueStateLogger(kind, grace=0).on_queue_state_change(CAPACITY, metadata | {"queue_state_reason": "why"})
     assert caplog.messages == [f"{kind} is paused for {name}. Reason: why"]
 
 
@@ -128,6 +162,10 @@ def test_the_log_remembers_no_more_than_it_needs(
     clock.now = 60.0
     log.on_queue_state_change(CAPACITY, name="new")
     assert list(log._spoken) == ["new"]
+    training = QueueStateLogger("Training", clock)
+    for number in range(250):
+        training.on_queue_state_change(CAPACITY, name=f"{number}")
+    assert list(training._paused) == [str(number) for number in range(150, 250)]
 
 
 class SlowName(str):
@@ -139,7 +177,7 @@ class SlowName(str):
 
 
 def test_threads_that_ask_at_once_make_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    log, start = QueueStateLogger("Training"), threading.Barrier(4)
+    log, start = QueueStateLogger("Sampling"), threading.Barrier(4)
 
     def ask() -> None:
         start.wait()
@@ -274,6 +312,16 @@ def test_only_changes_of_state_or_reason_are_passed_on() -> None:
         (ACTIVE, None),
     ]
     assert tracker.state is ACTIVE
+
+
+def test_a_listener_is_told_of_every_word_and_of_the_end() -> None:
+    watcher, listener = OfReasons(), OfReasons()
+    tracker = QueueStateTracker([watcher], listener=listener)
+    for _ in range(2):
+        tracker.heard("paused_capacity", "why")
+    tracker.ended()
+    assert watcher.calls == [(CAPACITY, "why")]
+    assert listener.calls == [(CAPACITY, "why"), (CAPACITY, "why"), (ACTIVE, None)]
 
 
 @pytest.mark.covers("C84")

@@ -1,7 +1,7 @@
 """Word from the server that queued work is held up: who is told, when, and what the log says.
 
-A poll hands what it hears to a `QueueStateTracker`, which passes on changes only: to the bus,
-and to observers. The clients' own observer writes to the log through a `QueueStateLogger`.
+A poll hands what it hears to a `QueueStateTracker`, which passes changes on to the bus and to observers, and every word
+to the clients' own observer. That one writes to the log through a `QueueStateLogger`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ logger = logging.getLogger("tinkex")
 
 QUIET_SECONDS = 60.0
 """How long the log says nothing more about the same client."""
+
+GRACE_SECONDS: dict[str, float] = {"Sampling": 0.0, "Training": 900.0}
+"""How long the same state has to last before the log mentions it: training often waits for a while."""
 
 REMEMBERED = 10_000
 """Of how many clients the log remembers when it last spoke of them."""
@@ -64,15 +67,21 @@ Observer: TypeAlias = ReasonObserver | StateObserver | MetadataObserver | Callab
 class QueueStateLogger:
     """Warns that a client is held up and why, at most once a minute for each; safe in any thread.
 
+    A pause is mentioned when the same state has lasted for a time: 15 minutes for training, none for sampling.
+
     Args:
         kind: What is held up; it begins the message and picks the usual reasons.
         clock: Seconds that never go back.
+        grace: Seconds that a state has to last; by default those of the kind.
     """
 
-    def __init__(self, kind: Kind, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, kind: Kind, clock: Callable[[], float] = time.monotonic, grace: float | None = None) -> None:
         self.kind = kind
         self._clock = clock
+        self._grace = GRACE_SECONDS[kind] if grace is None else grace
         self._lock = threading.Lock()
+        self._paused: OrderedDict[str, tuple[QueueState, float]] = OrderedDict()
+        """The state of each client that is held up, and since when; the longest known first."""
         self._spoken: OrderedDict[str, float] = OrderedDict()  # the longest ago first
 
     def on_queue_state_change(
@@ -82,7 +91,7 @@ class QueueStateLogger:
         *,
         name: str | None = None,
     ) -> None:
-        """Warn, unless work goes on or a warning about this client is less than a minute old.
+        """Warn, unless work goes on, the pause is young, or a warning about this client is less than a minute old.
 
         Args:
             queue_state: The state, or its text.
@@ -94,13 +103,34 @@ class QueueStateLogger:
         reason = metadata.get("queue_state_reason") if metadata is queue_state_reason else queue_state_reason
         if name is None:
             name = next((str(metadata[key]) for key in _IDS[self.kind] if metadata.get(key)), "unknown")
-        if state is not QueueState.ACTIVE and self._is_due(name):
+        if state is QueueState.ACTIVE:
+            self._resume(name)
+        elif self._has_lasted(name, state) and self._is_due(name):
             logger.warning("%s is paused for %s. Reason: %s", self.kind, name, self._reason(state, reason))
 
     def clear(self, name: str) -> None:
         """Forget when this client was last spoken of; one that was not is fine."""
         with self._lock:
             self._spoken.pop(name, None)
+            self._paused.pop(name, None)
+
+    def _resume(self, name: str) -> None:
+        if self._paused:
+            with self._lock:
+                self._paused.pop(name, None)
+
+    def _has_lasted(self, name: str, state: QueueState) -> bool:
+        if self._grace <= 0:
+            return True
+        with self._lock:
+            now = self._clock()
+            known = self._paused.get(name)
+            if known is not None and known[0] is state:
+                return now - known[1] >= self._grace
+            if known is None and len(self._paused) >= REMEMBERED:
+                self._paused.popitem(last=False)
+            self._paused[name] = state, now
+            return False
 
     def _is_due(self, name: str) -> bool:
         with self._lock:
@@ -126,9 +156,10 @@ class QueueStateTracker:
     """Passes on what one request hears of its queue, when the state or the reason has changed; the first word is new.
 
     Args:
-        observers: Who is told, in this order; `None` among them is skipped.
+        observers: Who is told of changes, in this order; `None` among them is skipped.
         metadata: What is known about the request, told along with every change.
         initial: The state to start from, which is then no change.
+        listener: Is told of every word, changed or not, before the observers.
     """
 
     def __init__(
@@ -136,7 +167,9 @@ class QueueStateTracker:
         observers: Iterable[Observer | None] = (),
         metadata: Mapping[str, Any] | None = None,
         initial: QueueState | str | None = None,
+        listener: Observer | None = None,
     ) -> None:
+        self._listener = listener
         self._observers = [observer for observer in observers if observer is not None]
         self._metadata = dict(metadata or {})
         begun = None if initial is None else QueueState.parse(initial)
@@ -150,6 +183,8 @@ class QueueStateTracker:
     def heard(self, queue_state: Any, queue_state_reason: str | None = None, *, request_id: str = "") -> bool:
         """Take what the server says (an unknown text is the state "unknown"); whether it was a change."""
         state = QueueState.parse(queue_state)
+        if self._listener is not None:
+            notify(self._listener, state, queue_state_reason, self._metadata)
         if (state, queue_state_reason) == self._last:
             return False
         self._last = (state, queue_state_reason)
@@ -162,6 +197,11 @@ class QueueStateTracker:
         for observer in self._observers:
             notify(observer, state, queue_state_reason, metadata)
         return True
+
+    def ended(self) -> None:
+        """Tell the listener that the queue is active: the request has ended, well or not."""
+        if self._listener is not None:
+            notify(self._listener, QueueState.ACTIVE, None, self._metadata)
 
 
 def notify(

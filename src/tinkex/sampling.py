@@ -335,7 +335,7 @@ class SamplingClient:
 
     def _tracker(self, observer: Observer | None) -> QueueStateTracker:
         facts = {"session_id": self._session.session_id, "sampling_session_id": self.sampling_session_id}
-        return QueueStateTracker([self.on_queue_state_change, observer], facts)
+        return QueueStateTracker([observer], facts, listener=self.on_queue_state_change)
 
     async def _attempt(
         self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None

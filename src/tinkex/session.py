@@ -25,6 +25,7 @@ from tinkex.futures import Future, QueueNotice, retrieve, start
 from tinkex.limits import DispatchGate, shared_gate, shared_response_budget
 from tinkex.pollers import BatchPoller
 from tinkex.protocol import PROTOCOL_VERSION, Operation
+from tinkex.queue_states import QueueStateLogger, QueueStateTracker
 from tinkex.runtime import runtime
 from tinkex.telemetry import Reporter
 from tinkex.transport import Reply, Transport, origin_of
@@ -79,6 +80,7 @@ class Session:
         self.custom_losses: set[str] = set()
         """The keys of the custom losses made in this session: each is made once."""
         self._display_name = display_name
+        self._pauses = QueueStateLogger("Training")
         self._lock = threading.Lock()
         self._opening: Future[None] | None = None
         self._is_open = False
@@ -293,8 +295,15 @@ class Session:
         return reply
 
     async def run(self, op: Operation, request: Any) -> Any:
-        """Submit an operation and wait for its result."""
-        return await self.result(await self.submit(op, request))
+        """Submit an operation that makes something, and wait for its result; a long pause is logged."""
+        number = getattr(request, "model_seq_id", None)
+        name = self.session_id if number is None else f"{self.session_id}:train:{number}"
+        listener = functools.partial(self._pauses.on_queue_state_change, name=name)
+        tracker = QueueStateTracker(metadata={"session_id": self.session_id, "model_id": name}, listener=listener)
+        try:
+            return await self.result(await self.submit(op, request), notice=tracker.heard)
+        finally:
+            tracker.ended()
 
     async def result(self, receipt: Receipt, *, timeout: float | None = None, notice: QueueNotice | None = None) -> Any:
         """The result behind a receipt."""

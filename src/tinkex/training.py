@@ -274,7 +274,9 @@ class TrainingClient:
         return self._session.telemetry
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None = None) -> None:
-        """What is done when the server's queue for this run changes: a pause is logged, once a minute at most.
+        """Log a pause of the server's queue for this run that lasts 15 minutes, once a minute at most from then on.
+
+        It is called for every word about the queue, and with "active" at the end of each request.
 
         Args:
             queue_state: "active", "paused_capacity" or "paused_rate_limit".
@@ -288,8 +290,12 @@ class TrainingClient:
     async def _result(self, receipt: Receipt, options: CallOptions) -> Any:
         """The result behind a receipt, waited for as the call asked."""
         facts = {"session_id": self._session.session_id, "model_id": self.model_id}
-        tracker = QueueStateTracker([self.on_queue_state_change, options.get("queue_state_observer")], facts)
-        return await self._session.result(receipt, timeout=options.get("timeout"), notice=tracker.heard)
+        observer, listener = options.get("queue_state_observer"), self.on_queue_state_change
+        tracker = QueueStateTracker([observer], facts, listener=listener)
+        try:
+            return await self._session.result(receipt, timeout=options.get("timeout"), notice=tracker.heard)
+        finally:
+            tracker.ended()
 
     # ── passes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
