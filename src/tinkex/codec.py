@@ -146,6 +146,16 @@ class TooLarge(ValueError):
     """A compressed body that would grow beyond what is allowed."""
 
 
+def expanded_size(data: bytes, encoding: str | None) -> int | None:
+    """The size a body says it has without its Content-Encoding; None if it does not say."""
+    if not encoding or encoding == "identity":
+        return len(data)
+    try:
+        return zstd.get_frame_info(data).decompressed_size
+    except zstd.ZstdError:
+        return 0  # decompressing it fails at once
+
+
 def decompress(data: bytes, encoding: str | None, limit: int = MAX_BODY) -> bytes:
     """Undo a Content-Encoding; the size is checked before memory is taken for it."""
     if not encoding or encoding == "identity":
@@ -157,10 +167,10 @@ def decompress(data: bytes, encoding: str | None, limit: int = MAX_BODY) -> byte
         if size is not None and size > limit:
             raise TooLarge(f"the body would take {size} bytes decompressed; the limit is {limit}")
         decompressor = zstd.ZstdDecompressor()
-        plain = decompressor.decompress(data, max_length=limit + 1)
+        plain = decompressor.decompress(data, max_length=(limit if size is None else size) + 1)
     except zstd.ZstdError as error:
         raise ValueError(f"malformed zstd body: {error}") from None
-    if len(plain) > limit:
+    if len(plain) > (limit if size is None else size):
         raise TooLarge(f"the body takes more than {limit} bytes decompressed")
     if not decompressor.eof or decompressor.unused_data:
         raise ValueError("malformed zstd body: it is truncated, or more than one frame")

@@ -24,7 +24,7 @@ from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.prometheus import CONTENT_TYPE
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
-from tinkex.server import description, revival
+from tinkex.server import bodies, description, revival
 from tinkex.server.accounts import Account
 from tinkex.server.admission import check_ownership, check_room, fail_in_band, is_own
 from tinkex.server.exports import download_route
@@ -33,7 +33,7 @@ from tinkex.server.records import misnamed_route
 from tinkex.server.results import encoding
 from tinkex.server.sessions import signed_trace, trace_path
 from tinkex.server.state import DIRECT, Call, Limits, Refusal, State
-from tinkex.server.submission import UNLOAD, digest_of, leave, recall_unload, spend_number
+from tinkex.server.submission import UNLOAD, leave, recall_unload, spend_number
 from tinkex.server.tracing import Tracing
 from tinkex.server.usage import watch
 from tinkex.types.checkpoints import SCHEME
@@ -43,7 +43,6 @@ from tinkex.types.training import UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
 
-OFF_LOOP_BYTES = 64_000
 DETAIL_CHARACTERS = 4_000
 
 
@@ -289,7 +288,6 @@ def _is_here(place: str | None) -> bool:
 
 async def _read(op: Operation, request: Request, state: State, account: Account) -> Call:
     """The decoded request; a body that cannot be read is refused with what is wrong with it."""
-    limit = state.limits.body_bytes
     path = {name: str(value) for name, value in request.path_params.items()}
     place = f"{request.scope['scheme']}://{request.headers['host']}" if "host" in request.headers else None
     call = Call(
@@ -305,52 +303,33 @@ async def _read(op: Operation, request: Request, state: State, account: Account)
     )
     if op.request is None:
         return call
-    body = await _body(request, limit)
-    content_type = request.headers.get("content-type", codec.JSON)
-    encoding = request.headers.get("content-encoding")
-
-    def decode() -> Call:
-        assert op.request is not None
-        plain = codec.decompress(body, encoding, limit)
-        try:
-            call.request = codec.decode(op.request, plain or b"{}", content_type)
-        except ValueError as error:
-            raise Unreadable(str(error), plain) from None
-        call.digest = digest_of(op.path, plain)
-        call.body, call.content_type = plain, content_type
-        return call
-
+    call.content_type = request.headers.get("content-type", codec.JSON)
+    call.encoding = request.headers.get("content-encoding")
+    limit, name = bodies.limit_of(op, call.content_type, state.limits.body_bytes)
+    call.body = await _body(request, limit, name)
     try:
-        return await asyncio.to_thread(decode) if len(body) > OFF_LOOP_BYTES else decode()
-    except Unreadable as error:
-        if op.traffic == "train":
-            numbered = codec.peek(error.body, content_type)
-            if numbered is not None and await is_own(state, account.owner, "model_id", numbered[0]):
-                await spend_number(state, numbered, error.body, f"{op.name}: {error}")
+        await bodies.decode(state.expanding, op, call, limit)
+    except bodies.Unreadable as error:
+        numbered = error.numbered if op.traffic == "train" else None
+        if numbered is not None and await is_own(state, account.owner, "model_id", numbered[0]):
+            await spend_number(state, numbered, error.digest, f"{op.name}: {error}")
         raise Refusal(400, f"{op.name}: {error}") from None
     except codec.TooLarge as error:
-        raise Refusal(413, f"{op.name}: {error} (body_bytes)") from None
+        raise Refusal(413, f"{op.name}: {error} ({name})") from None
     except ValueError as error:
         raise Refusal(400, f"{op.name}: {error}") from None
+    return call
 
 
-class Unreadable(ValueError):
-    """A body that is not the message it should be."""
-
-    def __init__(self, message: str, body: bytes) -> None:
-        super().__init__(message)
-        self.body = body
-
-
-async def _body(request: Request, limit: int) -> bytes:
+async def _body(request: Request, limit: int, name: str) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and (len(announced) > 18 or int(announced) > limit):
-        raise Refusal(413, f"the body has {announced} bytes; the limit is {limit} (body_bytes)")
+        raise Refusal(413, f"the body has {announced} bytes; the limit is {limit} ({name})")
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > limit:
-            raise Refusal(413, f"the body has more than {limit} bytes, the limit body_bytes")
+            raise Refusal(413, f"the body has more than {limit} bytes, the limit {name}")
         chunks.append(chunk)
     return b"".join(chunks)
 

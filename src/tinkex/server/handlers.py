@@ -42,11 +42,10 @@ from tinkex.server.sessions import (
     list_sessions,
     search_sessions,
 )
-from tinkex.server.state import CARRY_ON, DIRECT, EXPIRED, Call, LiveRun, Refusal, State
+from tinkex.server.state import CARRY_ON, DIRECT, EXPIRED, Call, LiveRun, Refusal, State, digest_of
 from tinkex.server.store import Run, Sampler, Save
 from tinkex.server.streams import SampleStream
 from tinkex.server.submission import (
-    digest_of,
     enqueue,
     enqueue_unload,
     failed_receipt,
@@ -476,7 +475,7 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
     request: LoadWeightsRequest = call.request
     reader = call.reader or await state.accounts.reader(call.owner, request.weights_access_token)
     if request.weights_access_token is not None:  # whose it is will do, and no secret is put on disk
-        call.reader, call.content_type = reader, JSON
+        call.reader, call.content_type, call.encoding = reader, JSON, None
         call.body = to_json(request.model_copy(update={"weights_access_token": None}))
     if request.model_id is None:
         return await _create_by_loading(state, call, request, reader)

@@ -11,6 +11,7 @@ import functools
 import logging
 import re
 import shutil
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -23,9 +24,9 @@ from tinkex.server.checkpoints import clear_leftovers
 from tinkex.server.journal import DamagedJournalError, Entry, read_records
 from tinkex.server.scheduler import Lane
 from tinkex.server.seals import check
-from tinkex.server.state import DIRECT, READ, UNPLACED, Call, LiveRun, Queued, Refusal, State
+from tinkex.server.state import DIRECT, READ, UNPLACED, Call, LiveRun, Queued, Refusal, State, digest_of
 from tinkex.server.store import Run
-from tinkex.server.submission import GIVEN_UP, UNFINISHED, digest_of, give_up_gap, spend
+from tinkex.server.submission import GIVEN_UP, UNFINISHED, give_up_gap, spend
 from tinkex.types.sessions import RequestFailedResponse
 from tinkex.types.training import CreateModelResponse, OptimizerConfigBase
 
@@ -158,7 +159,7 @@ async def _replay(state: State, handlers: Handlers, live: LiveRun, entry: Entry)
     if op == GIVEN_UP:
         give_up_gap(state, live, entry.number)
         return
-    call = call_of(entry)
+    call = await asyncio.to_thread(call_of, entry)
     try:
         if op:
             await handlers[op](state, call)
@@ -172,15 +173,19 @@ def call_of(entry: Entry) -> Call:
     """A journalled request as it came."""
     name, content_type = entry.facts["op"], entry.facts.get("type", codec.JSON)
     op = BY_NAME.get(name)
-    request = codec.decode(op.request, entry.body or b"{}", content_type) if op and op.request else None
+    encoding = entry.facts.get("encoding")
+    plain = codec.decompress(entry.body, encoding, sys.maxsize - 1)  # it was taken
+    request = codec.decode(op.request, plain or b"{}", content_type) if op and op.request else None
     told = entry.facts.get("digest")
     return Call(
         request,
         {},
-        bytes.fromhex(told) if told else digest_of(op.path if op else "", entry.body),
+        bytes.fromhex(told) if told else digest_of(op.path if op else "", plain),
         op=name,
         body=entry.body,
         content_type=content_type,
+        encoding=encoding,
+        size=len(plain),
         is_replayed=True,
         number=entry.number,
         request_id=entry.facts.get("id"),
@@ -229,6 +234,6 @@ async def _revive_samples(state: State, handlers: Handlers, session_id: str, dir
         if entry.facts["op"] == READ or entry.facts["id"] in over or state.promises.get(entry.facts["id"]) is not None:
             continue
         try:
-            await handlers[entry.facts["op"]](state, call_of(entry))
+            await handlers[entry.facts["op"]](state, await asyncio.to_thread(call_of, entry))
         except Refusal as refusal:
             logger.warning("sample %s cannot be drawn again: %s", entry.facts["id"], refusal.detail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 import shutil
@@ -127,7 +128,12 @@ class Call:
     op: str = ""
     """The operation's name; with the body and its type, all that is needed to carry it out again."""
     body: bytes = b""
+    """The body as it was sent."""
     content_type: str = codec.JSON
+    encoding: str | None = None
+    """How the body is compressed, if it is."""
+    size: int = 0
+    """Bytes of the body once it is expanded."""
     is_replayed: bool = False
     """Whether the request was taken by an earlier life of the server: it is on disk already."""
     number: int | None = None
@@ -156,6 +162,11 @@ def write_whole(write: Writer, scratch: Path) -> None:
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+
+
+def digest_of(path: str, body: bytes) -> bytes:
+    """What makes two requests the same request."""
+    return hashlib.blake2b(body, digest_size=16, person=path.encode()[:16]).digest()
 
 
 def file_name(name: str) -> str:
@@ -222,6 +233,8 @@ class State:
         self.owners: dict[str, str] = {}
         """Owners of sessions, as far as they have been asked for."""
         self.is_draining = False
+        self.expanding = asyncio.Semaphore(1)
+        """Held while a compressed body grows large."""
         self.catalogue = Catalogue(self.store)
         self.asked: dict[str, float] = {}
         """When something was last asked of runs, until it is on record."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
 import logging
 import math
 import os
@@ -87,6 +86,8 @@ async def _taken(
 
     async def taking() -> None:
         facts: dict[str, Any] = {"op": call.op, "type": call.content_type, "owner": call.owner}
+        if call.encoding:
+            facts["encoding"] = call.encoding
         if not call.op or call.reader is not None:
             facts["digest"] = call.digest.hex()  # the body is the reason, or lacks the token: not what came
         if call.reader is not None:
@@ -214,7 +215,7 @@ async def enqueue(
             released = []
         _release(state, live, released)
 
-    live.lane.hold(number, len(call.body))
+    live.lane.hold(number, call.size)
     try:
         await _taken(state, promise, state.journal(state.run_directory(model_id)), number, call, begin)
     except Exception:
@@ -225,7 +226,7 @@ async def enqueue(
 
 def _check_gap(state: State, live: LiveRun, number: int, call: Call) -> None:
     """Ask for a request again later if too much waits for a missing one; that one is always taken."""
-    held, limit = live.lane.held_bytes + len(call.body), state.limits.gap_bytes
+    held, limit = live.lane.held_bytes + call.size, state.limits.gap_bytes
     if number > live.lane.next and held > limit and not call.is_replayed:
         raise Refusal(
             429,
@@ -514,13 +515,11 @@ def _begin(state: State, live: LiveRun, queued: Queued) -> None:
     state.promises.follow(queued.promise, _execute(state, live, running, queued.after))
 
 
-async def spend_number(state: State, numbered: tuple[str, int] | None, body: bytes, why: str) -> None:
+async def spend_number(state: State, numbered: tuple[str, int], digest: bytes, why: str) -> None:
     """Let a refused request use its number up: its client has moved on, and later requests must not wait for it."""
-    if numbered is None:
-        return
     await state.revived(numbered[0])
     if numbered[0] in state.runs:
-        await spend(state, Call(None, {}, digest_of("", body), op="", body=why.encode()), *numbered)
+        await spend(state, Call(None, {}, digest, op="", body=why.encode()), *numbered)
 
 
 async def spend(state: State, call: Call, model_id: str, number: int | None) -> UntypedAPIFuture:
@@ -601,8 +600,3 @@ def give_up_gap(state: State, live: LiveRun, missing: int) -> None:
     for queued in waiting:
         if queued.is_due_anyway:
             _begin(state, live, queued)
-
-
-def digest_of(path: str, body: bytes) -> bytes:
-    """What makes two requests the same request."""
-    return hashlib.blake2b(body, digest_size=16, person=path.encode()[:16]).digest()
