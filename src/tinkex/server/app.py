@@ -24,7 +24,7 @@ from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.prometheus import CONTENT_TYPE
 from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
-from tinkex.server import bodies, description, revival
+from tinkex.server import bodies, description, openai, revival
 from tinkex.server.accounts import Account
 from tinkex.server.admission import check_ownership, check_room, fail_in_band, is_own
 from tinkex.server.exports import download_route
@@ -104,6 +104,7 @@ def create_app(
         Route(description.PATH, _description(op.name for op in served), name="openapi"),
         Route("/metrics", _metrics(state), name="metrics"),
         Route(trace_path("{session_id}"), _trace(state), name="trace"),
+        *openai.routes(state, _authorize),
     ]
     app = Application(routes=routes, lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route})
     app.direct = {(op.method, f"{PREFIX}/{op.path}"): endpoint for op, endpoint in endpoints if "{" not in op.path}
@@ -269,12 +270,18 @@ def _trace(state: State) -> Endpoint:
 
 async def _authorize(request: Request, state: State) -> Account:
     if await state.accounts.needs_key():
-        return await state.accounts.account(request.headers.get("x-api-key"))
+        return await state.accounts.account(request.headers.get("x-api-key") or _bearer(request))
     # An open server is for programs of this machine: a web page that found it must not drive it.
     for name in ("host", "origin"):
         if not _is_here(request.headers.get(name)):
             raise Refusal(403, f"this server is open to this machine only; {name} is {request.headers[name]!r}")
     return Account()
+
+
+def _bearer(request: Request) -> str | None:
+    """The key as OpenAI's clients send it, on the routes made for them."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" and request.url.path.startswith(openai.PREFIX) else None
 
 
 @functools.lru_cache(64)

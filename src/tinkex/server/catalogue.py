@@ -10,7 +10,7 @@ import secrets
 import shutil
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,16 @@ class Catalogue:
         page = f"SELECT c.* {where} ORDER BY c.created DESC, c.tinker_path LIMIT :limit OFFSET :offset"
         rows = self._rows(page, **values, limit=limit, offset=offset)
         return [self._store._saved(row) for row in rows], total
+
+    def samplers(self, owner: str, base_models: Sequence[str], limit: int) -> list[SavedCheckpoint]:
+        """Someone's checkpoints to sample from, on these base models; the newest first."""
+        query = f"""
+            SELECT c.* FROM checkpoints c
+            WHERE c.owner = :owner AND instr(c.tinker_path, '/sampler_weights/') AND {ALIVE}
+              AND c.base_model IN (SELECT value FROM json_each(:bases))
+            ORDER BY c.created DESC, c.tinker_path LIMIT :limit"""
+        rows = self._rows(query, owner=owner, bases=json.dumps(list(base_models)), limit=max(0, limit))
+        return [self._store._saved(row) for row in rows]
 
     def set_public(self, path: str, owner: str, public: bool) -> bool:
         """Publish a checkpoint of someone's, or no longer; False when they have none of that path."""

@@ -27,6 +27,7 @@ from tinkex.protocol import (
     STREAM_SAMPLE,
     Operation,
 )
+from tinkex.server import openai
 from tinkex.types.forms import Variant
 from tinkex.types.inputs import DmelChunk, ImageAssetPointerChunk, ImageChunk
 from tinkex.types.record import Record
@@ -262,6 +263,8 @@ def _others() -> dict[str, Schema]:
         PATH: ("openapi", codec.JSON, [], ()),
         "/metrics": ("metrics", "text/plain", [], (401, 403)),
         "/traces/{session_id}.json": ("trace", codec.JSON, link, (403,)),
+        openai.MODELS: ("openai_models", codec.JSON, [_parameter("query", "limit", COUNT, False)], (400, 401, 403)),
+        openai.MODEL.replace(":path", ""): ("openai_model", codec.JSON, [], (400, 401, 403, 404)),
         download: ("download", "application/octet-stream", link, (403, 404)),
     }
     return {path: {"get": _read(path, *facts)} for path, facts in found.items()}
