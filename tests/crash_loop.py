@@ -19,6 +19,16 @@ def main() -> None:
     def datum(*tokens: int) -> Any:
         return types.Datum(types.ModelInput.from_ints(list(tokens)), {"target_tokens": [t + 1 for t in tokens]})
 
+    def learnt(sample: Any) -> Any:
+        drawn = len(sample.tokens)
+        tokens, advantages = [5, 6, 7, *sample.tokens], [0.0, 0.0, *(1.0 + at for at in range(drawn))]
+        logprobs = [0.0, 0.0, *sample.logprobs]
+        inputs = {"target_tokens": tokens[1:], "logprobs": logprobs, "advantages": advantages}
+        prompts = [types.PromptProvenanceSpan(sequence_id=sample.sequence_id, offset=3 - n, length=n) for n in (3, 2)]
+        spans = [types.SampledProvenanceSpan(sequence_id=sample.sequence_id, length=drawn - less) for less in (1, 0)]
+        made = types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs)
+        return made.with_provenance([prompts[0], spans[0]], [prompts[1], spans[1]])
+
     service = tinker.ServiceClient(base_url=url, api_key="tml-any")
     client = service.create_lora_training_client(model, rank=4, seed=3)
     prompt = types.ModelInput.from_ints([5, 6, 7])
@@ -28,8 +38,11 @@ def main() -> None:
         passes.append(client.forward_backward([datum(7, 8 + step)], "cross_entropy"))
         stepped.append(client.optim_step(types.AdamParams(learning_rate=0.01)))
         if step % 3 == 2:  # a sampler without a name, sampled from while the training goes on
-            sampler = client.save_weights_and_get_sampling_client()
+            sampler = client.save_weights_and_get_sampling_client(record_stability_info=True)
             drawn += [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=5, seed=seed)) for seed in (1, 2)]
+            passes.append(
+                client.forward_backward([learnt(s) for s in drawn[-2].result().sequences], "stable_reinforce")
+            )
             saved.append(client.save_state(f"at-{step}").result().path)
         if step % 6 == 4:  # a named one
             named = service.create_sampling_client(

@@ -335,7 +335,7 @@ def test_samples_advance_together() -> None:
         done, pending = await asyncio.wait({short, long}, return_when=asyncio.FIRST_COMPLETED)
         assert done == {short}
         assert pending == {long}
-        assert len((await long).sequences[0].tokens) == 10
+        assert len((await long).response.sequences[0].tokens) == 10
 
     with_worker(sampling_engine(delay=0.002), body)
 
@@ -345,7 +345,7 @@ def test_a_sample_that_is_refused_fails_alone() -> None:
         good, bad = worker.sample("a", "s", request(), 0), worker.sample("b", "nowhere", request(), 0)
         with pytest.raises(EngineError, match="nowhere"):
             await bad
-        assert len((await good).sequences) == 1
+        assert len((await good).response.sequences) == 1
 
     with_worker(sampling_engine(), body)
 
@@ -359,7 +359,7 @@ def test_a_sample_that_fails_on_its_way_fails_alone() -> None:
         good, bad = worker.sample("a", "s", request(5), 0), worker.sample("b", "s", request(5), 0)
         with pytest.raises(EngineError, match="ran out"):
             await bad
-        assert len((await good).sequences[0].tokens) == 5
+        assert len((await good).response.sequences[0].tokens) == 5
 
     engine = sampling_engine()
     engine.fail = fail
@@ -382,7 +382,7 @@ def test_a_step_that_breaks_loses_its_samples_and_no_more(caplog: pytest.LogCapt
         with pytest.raises(RuntimeError, match="device lost"):
             await lost
         assert not engine.sampling()
-        assert len((await worker.sample("b", "s", request(), 0)).sequences) == 1
+        assert len((await worker.sample("b", "s", request(), 0)).response.sequences) == 1
 
     with_worker(engine, body)
     assert "sampling step failed" in caplog.text
@@ -402,7 +402,7 @@ def test_a_sample_that_the_engine_cannot_drop_concerns_no_other(caplog: pytest.L
         worker.cancel("a")
         with pytest.raises(EngineError, match="cancelled"):
             await dropped
-        assert len((await other).sequences[0].tokens) == 20
+        assert len((await other).response.sequences[0].tokens) == 20
         ended = worker.sample("of:1", "s", request(1000), 0)
         worker.cancel_samples("of:")
         with pytest.raises(EngineError, match="session has ended"):

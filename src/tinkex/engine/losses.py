@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from tinkex.engine import EngineError
+from tinkex.engine import STABLE_REINFORCE, EngineError
 from tinkex.engine.copies import to_host
 from tinkex.types.inputs import Datum, EncodedTextChunk, ModelInput
 from tinkex.types.tensors import Array, TensorData
@@ -33,9 +33,6 @@ KNOWN_INPUTS = (TARGETS, "weights", "logprobs", "advantages", "mask")
 
 CUSTOM = "custom"
 """The name under which passes use a loss that was sent as a graph."""
-
-STABLE_REINFORCE = "stable_reinforce"
-"""The name of the loss that is computed from recordings of its samples."""
 
 MAX_TARGETS = 1024
 """Most targets of one position."""

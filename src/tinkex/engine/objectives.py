@@ -15,13 +15,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tinkex.engine import EngineError, Recalled
+from tinkex.engine import STABLE_REINFORCE, EngineError, Recalled
 from tinkex.engine.copies import to_device
 from tinkex.engine.custom import CompiledLoss
 from tinkex.engine.losses import (
     CUSTOM,
     SEQUENCE,
-    STABLE_REINFORCE,
     TARGETS,
     Evaluated,
     Examples,

@@ -11,16 +11,17 @@ import functools
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 from tinkex.codec import JSON, Body
-from tinkex.engine import EngineError, Listener, token_limit
+from tinkex.engine import STABLE_REINFORCE, EngineError, Listener, Recalled, token_limit
 from tinkex.server import inflight
 from tinkex.server.accounts import auth_token, delete_api_key, get_api_key
 from tinkex.server.checkpoints import Wanted, find_checkpoint, readable, saving
 from tinkex.server.completions import poll, target_of
 from tinkex.server.exports import get_checkpoint_archive, get_external_weights_urls, save_weights_external
+from tinkex.server.provenance import recall
 from tinkex.server.records import (
     copy_weights,
     delete_checkpoint,
@@ -53,6 +54,7 @@ from tinkex.server.submission import (
     loaded_before,
     promise_once,
     settle_state,
+    spend,
     take_sample,
     write_state,
 )
@@ -194,9 +196,24 @@ async def finish_session(state: State, call: Call) -> Empty:
     return Empty()
 
 
-async def get_server_capabilities(state: State, call: Call) -> GetServerCapabilitiesResponse:
-    """The models on offer."""
-    return GetServerCapabilitiesResponse(
+class Capabilities(GetServerCapabilitiesResponse, frozen=True, kw_only=True):
+    """What this server offers, with a field that the protocol does not have."""
+
+    own_losses: dict[str, str]
+    """Losses whose form is this server's own, though the protocol has their names, and how they are computed."""
+
+
+OWN_LOSSES = {
+    STABLE_REINFORCE: "tinkex's own form of this loss: the hosted service's is not published. Sum over sampled tokens "
+    "of -min(r, tinkex_ratio_cap) * m * A * log p + kl_coeff * KL(p || sampler); m is 0 where p and the sampler differ "
+    "by more than tinkex_divergence_limit in total variation and the step would take them further apart"
+}
+
+
+async def get_server_capabilities(state: State, call: Call) -> Capabilities:
+    """The models on offer, and which losses have a form of our own."""
+    return Capabilities(
+        own_losses=OWN_LOSSES,
         supported_models=[
             SupportedModel(
                 model_name=model.name,
@@ -205,7 +222,7 @@ async def get_server_capabilities(state: State, call: Call) -> GetServerCapabili
                 sampleable=True,
             )
             for model in state.engine.models()
-        ]
+        ],
     )
 
 
@@ -294,9 +311,46 @@ async def forward_backward(state: State, call: Call) -> UntypedAPIFuture:
             body.loss_fn_config or {},
             backward=not request.forward_only,
             owner=call.owner,
+            recalled=recalled,
         )
 
-    return await enqueue(state, call, request.model_id, request.seq_id, start, is_pass=True)
+    recalled: Sequence[Recalled] | None = None
+    names: Collection[str] = ()
+    if body.loss_fn == STABLE_REINFORCE:
+        await live_run(state, request.model_id)
+        try:
+            if not _is_known(state, call):
+                recalled, names = await _recalled(state, call)
+        except EngineError as error:
+            if call.is_replayed or error.category != "user":
+                raise
+            spent = Call(None, {}, call.digest, op="", body=str(error).encode(), owner=call.owner)
+            return await spend(state, spent, request.model_id, request.seq_id)
+    receipt = await enqueue(state, call, request.model_id, request.seq_id, start, is_pass=True)
+    if names and call.number is not None:
+        state.recordings.hold(_session_of(request.model_id), request.model_id, call.number, names)
+    return receipt
+
+
+def _is_known(state: State, call: Call) -> bool:
+    """Whether a request for a pass was taken before, so that it is only to be acknowledged again."""
+    promise = state.promises.get(f"{call.request.model_id}:{call.request.seq_id}")
+    return promise is not None and promise.digest == call.digest
+
+
+def _session_of(model_id: str) -> str:
+    return model_id.rpartition(":train:")[0]
+
+
+async def _recalled(state: State, call: Call) -> tuple[Sequence[Recalled], Collection[str]]:
+    """The recordings behind the data of a pass, which are kept for it from now on, and the ids of its samples."""
+    request: ForwardBackwardRequest = call.request
+    session_id, data = _session_of(request.model_id), request.forward_backward_input.data
+    recalled, names = await recall(state.recordings, session_id, data, is_replayed=call.is_replayed)
+    if request.seq_id is not None:  # before it is in the journal
+        state.recordings.hold(session_id, request.model_id, request.seq_id, names)
+    state.promises.keep(asyncio.ensure_future(state.recordings.note_use(session_id, names)))
+    return recalled, names
 
 
 async def forward(state: State, call: Call) -> UntypedAPIFuture:
@@ -349,7 +403,7 @@ async def create_custom_loss(state: State, call: Call) -> UntypedAPIFuture:
 
 def require_own_loss(model_id: str, loss_id: float | str | None) -> None:
     """Refuse a custom loss of another session."""
-    session_id = model_id.rpartition(":train:")[0]
+    session_id = _session_of(model_id)
     if isinstance(loss_id, str) and LOSS in loss_id and not loss_id.startswith(f"{session_id}{LOSS}"):
         raise EngineError(f"the custom loss {loss_id!r} belongs to another session; create it in this one")
 
@@ -613,6 +667,9 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
             cancel = functools.partial(state.worker.cancel, request_id)
             promise = state.promises.add(request_id, call.digest, sampler.session_id, target, cancel)
 
+            if request.record_stability_info and sampler.session_id not in state.heard:
+                request = request.model_copy(update={"record_stability_info": None})  # nobody could train on it
+
             async def drawing(seed: int) -> SampleResponse:
                 drawing = draw(state, request_id, source, request, seed, owner=call.owner)
                 return await metered(state, call, sampler, request, drawing)
@@ -632,6 +689,7 @@ async def stream_sample(state: State, call: Call) -> SampleStream:
     sampler = await _sampler_of(state, call, request)
     _check_window(state, sampler, request)
     source = await find_source(state, sampler)
+    request = request.model_copy(update={"record_stability_info": None})  # its samples have no ids
     job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
 
     def start(listener: Listener) -> Awaitable[SampleResponse]:

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinkex.server.data_dir import sync_directory
 
@@ -48,6 +48,14 @@ class Entry:
     number: int
     facts: dict[str, Any]
     body: bytes
+
+
+class Place(NamedTuple):
+    """The place of a record in a log. Once a record could not be written, those after it lie elsewhere."""
+
+    segment: Path
+    offset: int
+    size: int
 
 
 class Segment:
@@ -197,18 +205,24 @@ class Journal:
         self.highest: dict[Path, int] = {}
         """The highest number in each segment: what can be dropped when everything up to a number can."""
 
-    async def append(self, number: int, facts: dict[str, Any], body: bytes = b"") -> None:
-        """Add a record; it is safe when this returns."""
+    @property
+    def current(self) -> Path | None:
+        """The segment that is being written to."""
+        return None if self._file is None else Path(self._file.name)
+
+    async def append(self, number: int, facts: dict[str, Any], body: bytes = b"") -> Place:
+        """Add a record; it is safe when this returns where it lies."""
         if self._is_closed:  # between the request for it and now; its directory is gone, and must not come back
             raise OSError(f"{self.directory} is closed: its run or session has ended")
         if self._file is None or self._size > SEGMENT_BYTES:
             self.rotate()
         assert self._file is not None
         record = encode(Entry(number, facts, body))
+        place = Place(Path(self._file.name), self._size, len(record))
         self._size += len(record)
-        segment = Path(self._file.name)
-        self.highest[segment] = max(number, self.highest.get(segment, number))
+        self.highest[place.segment] = max(number, self.highest.get(place.segment, number))
         await self._committer.write(self._file, record)
+        return place
 
     def rotate(self) -> None:
         """Go on in a new segment, unless this one is new; the old one is closed when it has been written to the end."""
@@ -233,7 +247,7 @@ class Journal:
         """
         entries = []
         torn: dict[Path, int] = {}
-        current = None if self._file is None else Path(self._file.name)
+        current = self.current
         for path in sorted(self.directory.glob("segment-*.log")):
             if path == current:
                 continue
@@ -253,7 +267,7 @@ class Journal:
 
     def drop_until(self, number: int) -> None:
         """Delete the segments that hold nothing above a number; the one being written to stays."""
-        current = None if self._file is None else Path(self._file.name)
+        current = self.current
         for path, highest in list(self.highest.items()):
             if highest <= number and path != current:
                 path.unlink(missing_ok=True)
@@ -295,6 +309,18 @@ def read_records(path: Path, data: bytes, *, may_be_torn: bool = True) -> Iterat
             )
         yield found
         start = found[1]
+
+
+def record_sizes(header: bytes) -> tuple[int, int] | None:
+    """Return the sizes of a record's facts and body from its header, or None if that is damaged."""
+    found = _header(header, 0)
+    return None if found is None else found[:2]
+
+
+def read_record(data: bytes) -> Entry | None:
+    """Return the record that some bytes begin with, or None if it is damaged."""
+    found = _record(data, 0)
+    return None if found is None else found[0]
 
 
 def _header(data: bytes, start: int) -> tuple[int, int, int, int] | None:

@@ -24,7 +24,7 @@ from tinkex.server.checkpoints import clear_leftovers
 from tinkex.server.journal import DamagedJournalError, Entry, read_records
 from tinkex.server.scheduler import Lane
 from tinkex.server.seals import check
-from tinkex.server.state import DIRECT, READ, UNPLACED, Call, LiveRun, Queued, Refusal, State, digest_of
+from tinkex.server.state import DIRECT, READ, RECORDINGS, UNPLACED, Call, LiveRun, Queued, Refusal, State, digest_of
 from tinkex.server.store import Run
 from tinkex.server.submission import GIVEN_UP, UNFINISHED, give_up_gap, spend
 from tinkex.types.sessions import RequestFailedResponse
@@ -53,7 +53,7 @@ def take_up_sessions(state: State) -> None:
     now = time.monotonic()
     for session_id in state.store.open_sessions():
         state.heard.setdefault(session_id, now)
-    for place in ("runs", "samples", "snapshots"):
+    for place in ("runs", "samples", "snapshots", RECORDINGS):
         for directory in (state.data_dir / place).glob("*"):
             session_id = re.split(r"_(?:train|sample|loss)_", directory.name)[0]
             known = "active" if session_id == DIRECT else state.store.session_state(session_id)

@@ -108,11 +108,14 @@ async def draw(
     seed = secrets.randbits(63) if seed is None else seed
     sampler = source.target or source.name
     try:
-        return await state.worker.sample(job, sampler, request, seed, listener, owner, source.cache)
+        response, recordings = await state.worker.sample(job, sampler, request, seed, listener, owner, source.cache)
     except EngineError:
         if loading is not None and loading.done() and (error := loading.exception()) is not None:
             raise error from None
         raise
+    if recordings:
+        await state.recordings.keep(job.partition(":")[0], job, request.prompt.length, recordings)
+    return response
 
 
 def load(state: State, source: WeightSource) -> asyncio.Future[None]:

@@ -23,9 +23,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from tinkex.engine import DrawnToken, Engine, EngineError, Listener, PassDone
+from tinkex.engine import DrawnToken, Engine, EngineError, Listener, PassDone, Recording, SampleDone
 from tinkex.engine.turns import Shares
 from tinkex.types.sampling import SampleRequest, SampleResponse
 from tinkex.types.training import ForwardBackwardOutput
@@ -121,6 +121,13 @@ class Beside:
     """Takes what the work returned and gives the operation's result, before anything that waits for it begins."""
 
 
+class Sampled(NamedTuple):
+    """The result of a sampling job, and the recordings of its samples if they were asked for."""
+
+    response: SampleResponse
+    recordings: Sequence[Recording] = ()
+
+
 @dataclass(slots=True)
 class _Task:
     function: Callable[..., Any]
@@ -151,7 +158,7 @@ class Worker:
         """… how many operations that go on beside it, one after the other on this thread."""
         self._files = ThreadPoolExecutor(1, "tinkex-files")
         self._shares = Shares()
-        self._samples: dict[str, asyncio.Future[SampleResponse]] = {}
+        self._samples: dict[str, asyncio.Future[Sampled]] = {}
         self._cancelled: set[str] = set()
         """Jobs to drop before the next step, without waiting for what else is queued."""
         self._thread: threading.Thread | None = None
@@ -223,10 +230,10 @@ class Worker:
         listener: Listener | None = None,
         owner: str = "",
         cache: str = "",
-    ) -> asyncio.Future[SampleResponse]:
+    ) -> asyncio.Future[Sampled]:
         """Queue a sampling job. A listener is called on the event loop, for the last time before the job is done."""
         assert self._loop is not None, "the worker has not been started"
-        done: asyncio.Future[SampleResponse] = self._loop.create_future()
+        done: asyncio.Future[Sampled] = self._loop.create_future()
         admitted = self.run(self._admit, job, sampler, request, seed, done, listener, owner, cache)
         admitted.add_done_callback(lambda future: _pass_failure(future, done))
         return done
@@ -268,7 +275,7 @@ class Worker:
         sampler: str,
         request: SampleRequest,
         seed: int,
-        done: asyncio.Future[SampleResponse],
+        done: asyncio.Future[Sampled],
         listener: Listener | None,
         owner: str,
         cache: str,
@@ -445,7 +452,7 @@ class Worker:
             logger.exception("a sampling step failed; the samples under way are lost")
             self._fail_samples(error)
             return
-        outcomes = [(self._samples.pop(done.job), done.result) for done in ended if done.job in self._samples]
+        outcomes = [(self._samples.pop(done.job), _outcome(done)) for done in ended if done.job in self._samples]
         if outcomes:  # told together, so that whoever waits for several is woken once
             self._post(_settle_all, outcomes)
 
@@ -471,6 +478,10 @@ def _seen(future: asyncio.Future[Any]) -> None:
     """Not everyone waits for what they ask the worker to drop; asyncio would complain of its failure at the end."""
     if not future.cancelled():
         future.exception()
+
+
+def _outcome(done: SampleDone) -> Sampled | Exception:
+    return done.result if isinstance(done.result, Exception) else Sampled(done.result, done.recordings)
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any) -> None:

@@ -23,6 +23,7 @@ from tinkex.server.journal import Committer, Journal
 from tinkex.server.metrics import Metrics
 from tinkex.server.promises import Promise, Promises
 from tinkex.server.refusals import Refusal as Refusal  # for those who know the state, from one place
+from tinkex.server.sampling_records import SamplingRecords
 from tinkex.server.scheduler import Lane, Worker
 from tinkex.server.seals import seal
 from tinkex.server.store import DATABASE, LOCAL_OWNER, Run, Store
@@ -32,6 +33,8 @@ logger = logging.getLogger("tinkex.server")
 
 DIRECT = "direct"
 """What stands for a session where samples are asked for without one."""
+RECORDINGS = "recordings"
+"""The directory of what is recorded of samples, with one directory for each session."""
 READ = "read"
 """What a journal of samples says where results have been read."""
 UNPLACED = ".new-"
@@ -56,6 +59,8 @@ class Limits:
     open_requests: int = _limit(20_000, "Most requests an owner may have taken and not ended.")
     samplers: int = _limit(64, "Saved weights kept in memory for sampling; the longest unused make room.")
     snapshots: int = _limit(64, "Nameless samplers kept in memory; the oldest are put on disk.")
+    recordings_memory_bytes: int = _limit(256 << 20, "Recordings of samples kept in memory; all are on disk.")
+    recordings_disk_bytes: int = _limit(16 << 30, "Recordings of samples kept on disk; the oldest make room.")
     announced_bytes: int = _limit(4 << 20, "Results beyond this are announced to readers before they are sent.")
     inline_bytes: int = _limit(64 << 20, "Most that one batched poll brings along.")
     poll_seconds: float = _limit(25.0, "How long a poll is held when there is no result yet.")
@@ -207,6 +212,13 @@ class State:
         self.samples: dict[str, dict[str, int]] = {}
         """By session, the samples in its journal that may still be asked for, and their numbers there."""
         self.journals: dict[str, Journal] = {}
+        self.recordings = SamplingRecords(
+            data_dir / RECORDINGS,
+            self.journal,
+            memory_bytes=limits.recordings_memory_bytes,
+            disk_bytes=limits.recordings_disk_bytes,
+            may_delete=lambda session_id: not self._has_sleeping_runs(session_id),
+        )
         self._unplaced: dict[str, Path] = {}
         """Where the weights of nameless samplers are being written. Known to the worker alone."""
         self.writing = asyncio.Lock()
@@ -294,6 +306,12 @@ class State:
             task = self.reviving[name] = asyncio.create_task(self.revive(name))
         await asyncio.shield(task)
 
+    def _has_sleeping_runs(self, session_id: str) -> bool:
+        """Whether an earlier life left runs of a session that have not been taken up: their passes are not known."""
+        prefix, awake = f"{file_name(session_id)}_train_", {file_name(model_id) for model_id in self.runs}
+        sleeping = [name for name in self.left if name.startswith(prefix) and name not in awake]
+        return any((self.data_dir / "runs" / name).is_dir() for name in sleeping)
+
     def base_model(self, name: str) -> BaseModel:
         """A base model by name; the error lists the ones there are."""
         models = {model.name: model for model in self.engine.models()}
@@ -334,8 +352,9 @@ class State:
             del self.bound[sampler]
         self.promises.forget_session(session_id)
         self.samples.pop(session_id, None)
+        self.recordings.forget(session_id)
         prefix = file_name(session_id)
-        for place in ("runs", "samples", "snapshots"):
+        for place in ("runs", "samples", "snapshots", RECORDINGS):
             for directory in (self.data_dir / place).glob(f"{prefix}*"):
                 if directory.name == prefix or directory.name.startswith(f"{prefix}_"):
                     self.forget_directory(directory)
@@ -443,6 +462,7 @@ class State:
 
     async def _sweep(self) -> None:
         self.promises.sweep()
+        self.recordings.sweep()
         self.promises.sweep_logs(self.heard)
         await self.note_read_samples()
         now, seconds = time.monotonic(), self.limits.session_seconds

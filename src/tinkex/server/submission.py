@@ -386,6 +386,7 @@ async def _enforce(state: State, live: LiveRun, number: int, write: Writer | Non
             del live.recent[key]
     await asyncio.to_thread(_drop_states, directory, number)
     journal.drop_until(number)
+    state.recordings.release(live.run.model_id, number)
 
 
 def _put_in_force(written: Path, final: Path) -> None:
@@ -442,6 +443,7 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
 
     def after(_: None) -> UnloadModelResponse:
         state.runs.pop(model_id, None)
+        state.recordings.release(model_id, last)
         state.forget_directory(state.run_directory(model_id))
         return UnloadModelResponse(model_id=model_id, type="unload_model")
 
