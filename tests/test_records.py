@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import sqlite3
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.seals import SEAL
 from tinkex.server.state import Limits, State
+from tinkex.server.store import DATABASE, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,8 +38,8 @@ class Records:
 
     def change(self, table: str, assignment: str, *values: Any) -> None:
         """Change facts behind the server's back."""
-        with closing(sqlite3.connect(self.data_dir / "tinkex.sqlite3", isolation_level=None, timeout=10)) as db:
-            db.execute(f"UPDATE {table} SET {assignment}", values)
+        with closing(Store(self.data_dir / DATABASE)) as store:
+            store.rows(f"UPDATE {table} SET {assignment}", *values)
 
     def give(self, model: str, owner: str) -> None:
         """Make a run and its checkpoints another's."""
@@ -401,8 +401,6 @@ def test_files_are_flushed_and_in_place_before_they_are_on_record(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import os
-
-    from tinkex.server.store import Store
 
     steps: list[str] = []
     real = os.fsync, Store.put_checkpoint

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tinkex.config import Config
 from tinkex.engine.fake import FakeEngine
 from tinkex.recovery import Executor, Monitor, best_checkpoint, metrics_metadata, rest_client_of
 from tinkex.runtime import runtime
+from tinkex.server.store import DATABASE, Store
 from tinkex.types.checkpoints import TrainingRun
 
 # ── the policy ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -122,10 +123,8 @@ class Place:
         return client
 
     def corrupt(self, client: TrainingClient) -> None:
-        connection = sqlite3.connect(self.data_dir / "tinkex.sqlite3", timeout=10)
-        with connection:
-            connection.execute("UPDATE runs SET corrupted = 1 WHERE model_id = ?", (client.model_id,))
-        connection.close()
+        with closing(Store(self.data_dir / DATABASE)) as store:
+            store.rows("UPDATE runs SET corrupted = 1 WHERE model_id = ?", client.model_id)
 
 
 @pytest.fixture

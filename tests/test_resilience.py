@@ -7,7 +7,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.resilience import ResilientTrainingClient, _Entry
 from tinkex.server.journal import Committer, Segment
 from tinkex.server.promises import Promises
+from tinkex.server.store import DATABASE, Store
 
 QUICK = RecoveryPolicy(enabled=True, backoff_ms=1, max_attempts=2)
 STEPS = 7
@@ -58,10 +59,8 @@ class World:
         return Wire(self.url)
 
     def sql(self, statement: str, *values: Any) -> None:
-        connection = sqlite3.connect(self.data_dir / "tinkex.sqlite3", timeout=10)
-        with connection:
-            connection.execute(statement, values)
-        connection.close()
+        with closing(Store(self.data_dir / DATABASE)) as store:
+            store.rows(statement, *values)
 
     # ── ways to lose a run ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -81,14 +80,12 @@ class World:
         self.life += 1
         self.data_dir.mkdir(parents=True)
         (old / "checkpoints").rename(self.data_dir / "checkpoints")
-        source = sqlite3.connect(old / "tinkex.sqlite3")
-        target = sqlite3.connect(self.data_dir / "tinkex.sqlite3")
-        source.backup(target)
-        with target:
+        new = self.data_dir / DATABASE
+        with closing(sqlite3.connect(old / DATABASE)) as source, closing(sqlite3.connect(new)) as target:
+            source.backup(target)
+        with closing(Store(self.data_dir / DATABASE)) as store:
             for table in ("sessions", "runs", "samplers"):
-                target.execute(f"DELETE FROM {table}")
-        source.close()
-        target.close()
+                store.rows(f"DELETE FROM {table}")
         self.begin(port)
 
     def corrupt(self, trainer: ResilientTrainingClient) -> None:

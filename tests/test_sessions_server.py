@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -21,7 +20,7 @@ from support import Clock, Heard, Wire, pass_json, sample_json, serving, step_js
 from tinkex.engine.fake import FakeEngine
 from tinkex.rest import RestClient
 from tinkex.server.state import Limits
-from tinkex.server.store import DATABASE
+from tinkex.server.store import DATABASE, Store
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +167,8 @@ def test_a_found_session_is_summed_up(wire: Wire) -> None:
 def test_pages_of_a_search_leave_nothing_out_and_repeat_nothing(serve: Serve, tmp_path: Path) -> None:
     wire = serve()
     made = [begin(wire) for _ in range(7)]
-    with closing(sqlite3.connect(tmp_path / DATABASE)) as facts, facts:  # some of them in the same microsecond
-        facts.execute("UPDATE sessions SET created = 1700000000.123457")
+    with closing(Store(tmp_path / DATABASE)) as facts:  # some of them in the same microsecond
+        facts.rows("UPDATE sessions SET created = 1700000000.123457")
     begin(wire)
     with RestClient(base_url=wire.url) as rest:
         found, cursor, pages = [], None, 0

@@ -70,6 +70,8 @@ class Session:
         self.config = config
         self.transport = Transport(config)
         self.client_config = ClientConfigResponse()
+        self.client_config_is_missing = False
+        """Whether the server is so old that it has no client configuration to give."""
         self.dynamic_config = ClientDynamicConfigResponse()
         self.session_id = session_id
         self.is_shadow = bool(session_id)
@@ -171,7 +173,7 @@ class Session:
         try:
             self.client_config = await self.transport.call(protocol.CLIENT_CONFIG, hello, patience=patience)
         except NotFoundError:
-            self.transport.is_older = True
+            self.transport.is_older = self.client_config_is_missing = True
             return
         if self.client_config.batched_results:
             self.transport.is_older = False

@@ -235,6 +235,7 @@ class State:
         self.checkpoint_dir = data_dir / "checkpoints"
         self.checkpoint_dir.mkdir(exist_ok=True)
         self.store = Store(data_dir / DATABASE)
+        self.store.verify()
         self.accounts = Accounts(self.store, data_dir, api_key, embedded=embedded)
         self.tokens = tokens
         """Whether clients are to exchange their keys for tokens."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinkex.server import row_digests
 from tinkex.server.data_dir import DataDirError
 from tinkex.types.training import LoraConfig
 
@@ -182,9 +183,13 @@ class Store:
         self._samplers: dict[str, Sampler] = {}
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
         self._db.row_factory = sqlite3.Row
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")  # what is answered is on disk
-        self._migrate()
+        row_digests.register(self._db)
+        try:
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")  # what is answered is on disk
+            self._migrate()
+        except UnicodeDecodeError as error:  # in the schema, or in what SQLite says of it
+            raise DataDirError(f"{DATABASE} is damaged ({error})") from None
 
     def _migrate(self) -> None:
         with self._lock:
@@ -199,8 +204,20 @@ class Store:
             for script in MIGRATIONS[version:]:
                 for statement in script.split(";"):
                     self._db.execute(statement)
+            if version < len(MIGRATIONS):
+                row_digests.write(self._db)
             self._db.execute(f"PRAGMA user_version={len(MIGRATIONS)}")
             self._db.execute("COMMIT")
+            row_digests.keep(self._db)
+
+    def verify(self) -> None:
+        """Refuse a database that is not as it was written.
+
+        Raises:
+            DataDirError: It is damaged.
+        """
+        with self._lock:
+            row_digests.verify(self._db, DATABASE)
 
     def close(self) -> None:
         """Close the database."""
