@@ -147,7 +147,10 @@ class TensorData(Fixed):
             raise TypeError("TensorData needs a dtype: 'int64' or 'float32'")
         if dtype not in DTYPES:
             raise ValueError(f"unknown tensor dtype {dtype!r}; use 'int64' or 'float32'")
-        values = np.asarray([] if data is None else data, dtype=DTYPES[dtype]).reshape(-1)
+        try:
+            values = np.asarray([] if data is None else data, dtype=DTYPES[dtype]).reshape(-1)
+        except OverflowError:
+            raise ValueError(f"data must be numbers that {dtype} can hold") from None
         put(self, "_values", values)
         put(self, "dtype", dtype)
         put(self, "shape", None if shape is None else [int(n) for n in shape])
