@@ -11,7 +11,7 @@ from typing import Any
 from tinkex.protocol import Operation
 from tinkex.server.handlers import require_session
 from tinkex.server.state import DIRECT, Call, Refusal, State
-from tinkex.server.submission import spend
+from tinkex.server.submission import UNKNOWN, failed_receipt, spend
 from tinkex.server.usage import Watch, lengths
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import UntypedAPIFuture
@@ -122,6 +122,11 @@ async def fail_in_band(state: State, op: Operation, call: Call, why: str) -> Unt
         raise Refusal(400, why)
     await require_session(state, request.session_id)
     model_id = f"{request.session_id}:train:{request.model_seq_id}"
-    if state.promises.get(f"{model_id}:0") is None:  # nothing has come of it, so nothing need be on disk
-        state.promises.add(f"{model_id}:0", call.digest, request.session_id).fail(why)
-    return UntypedAPIFuture(request_id=f"{model_id}:0", model_id=model_id)
+    request_id = f"{model_id}:0"
+    await state.revived(model_id)
+    known = state.promises.get(request_id)
+    if known is None:  # nothing has come of it, so nothing need be on disk
+        state.promises.add(request_id, call.digest, request.session_id).fail(why)
+    elif known.digest not in (call.digest, UNKNOWN):
+        request_id = failed_receipt(state, request_id, request.session_id, call)
+    return UntypedAPIFuture(request_id=request_id, model_id=model_id)

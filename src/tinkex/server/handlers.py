@@ -249,6 +249,11 @@ async def create_model(state: State, call: Call) -> UntypedAPIFuture:
     lora = request.lora_config or LoraConfig(rank=DEFAULT_RANK)
     if not call.is_replayed:
         state.base_model(request.base_model)  # a name that is not there is refused at once, as for samplers
+        await state.revived(model_id)
+        live = state.runs.get(model_id)  # after a restart it may be all that is known of the first request
+        if live is not None and (live.run.base_model, live.run.lora) != (request.base_model, lora):
+            receipt = failed_receipt(state, f"{model_id}:0", request.session_id, call)
+            return UntypedAPIFuture(request_id=receipt, model_id=model_id)
 
     async def creating() -> CreateModelResponse:
         optimizer = request.optimizer_config
@@ -384,11 +389,6 @@ async def create_custom_loss(state: State, call: Call) -> UntypedAPIFuture:
     session_id = request.session_id
     await require_session(state, session_id)
     loss_id = f"{session_id}{LOSS}{request.custom_loss_seq_id}"
-    if not call.is_replayed:
-        await state.revived(loss_id)
-    known = state.promises.get(loss_id)
-    if known is not None and known.digest != call.digest:
-        return UntypedAPIFuture(request_id=failed_receipt(state, loss_id, session_id, call))
 
     async def creating() -> CreateCustomLossResponse:
         await state.worker.run(state.engine.create_loss, loss_id, request)
@@ -489,6 +489,11 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
             raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
         assert call.number is not None
+        known = state.store.sampler(sampler_id)
+        if known is not None and known.model_id != run.model_id:
+            raise EngineError(
+                f"sampling session {sampler_id!r} was opened before, not for this run; use another number"
+            )
         if request.kind == "inflight":
             nonlocal version
             version = inflight.save(state, live, sampler_id, call.number)
@@ -623,6 +628,13 @@ async def create_sampling_session(state: State, call: Call) -> CreateSamplingSes
     base_model = await _source(state, call, request.base_model, request.model_path)
     sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
     sampler = Sampler(sampler_id, request.session_id, base_model, request.model_path, owner=call.owner)
+    known = await asyncio.to_thread(state.store.sampler, sampler_id)
+    if known is not None and (known.base_model, known.model_path, known.model_id) != (
+        base_model,
+        request.model_path,
+        None,
+    ):
+        raise Refusal(400, f"sampling session {sampler_id!r} was opened before, with other weights; use another number")
     await asyncio.to_thread(state.store.add_sampler, sampler)
     return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 

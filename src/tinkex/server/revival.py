@@ -26,7 +26,7 @@ from tinkex.server.scheduler import Lane
 from tinkex.server.seals import check
 from tinkex.server.state import DIRECT, READ, RECORDINGS, UNPLACED, Call, LiveRun, Queued, Refusal, State, digest_of
 from tinkex.server.store import Run
-from tinkex.server.submission import GIVEN_UP, UNFINISHED, give_up_gap, spend
+from tinkex.server.submission import GIVEN_UP, UNFINISHED, UNKNOWN, give_up_gap, spend
 from tinkex.types.sessions import RequestFailedResponse
 from tinkex.types.training import CreateModelResponse, OptimizerConfigBase
 
@@ -118,7 +118,7 @@ async def _revive_run(state: State, handlers: Handlers, model_id: str, directory
         await asyncio.to_thread(_read_results, state, live, frozen / "results.log")
         state.runs[model_id] = live  # not before its results are known: one that is asked for again is not a new one
         if state.promises.get(f"{model_id}:0") is None:
-            state.promises.add(f"{model_id}:0", b"", session_id).settle(CreateModelResponse(model_id=model_id))
+            state.promises.add(f"{model_id}:0", UNKNOWN, session_id).settle(CreateModelResponse(model_id=model_id))
     else:
         number = 0
         creation = next((entry for entry in entries if entry.number == 0), None)

@@ -33,6 +33,8 @@ from tinkex.types.training import UnloadModelResponse, UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
 
+UNKNOWN = b""
+"""The digest of a request of which only its outcome is left."""
 GIVEN_UP = "given_up"
 """What the journal says instead of an operation where a number was no longer waited for."""
 UNFINISHED = "unfinished-"
@@ -63,10 +65,13 @@ async def promise_once(
     begin: Callable[[], Awaitable[Any]],
     model_id: str,
 ) -> UntypedAPIFuture:
-    """A receipt for the creation of a run; the same request again gets the same receipt."""
+    """A receipt for the creation of a run; the same request again gets the same receipt, another one a failure."""
     if not call.is_replayed:
         await state.revived(model_id)
     promise = state.promises.get(request_id)
+    if promise is not None and promise.digest not in (call.digest, UNKNOWN):
+        failed = failed_receipt(state, request_id, session_id, call)
+        return UntypedAPIFuture(request_id=failed, model_id=model_id)
     if promise is None:
         promise = state.promises.add(request_id, call.digest, session_id)
         journal = state.journal(state.run_directory(model_id))
