@@ -30,7 +30,7 @@ def main() -> None:
         return made.with_provenance([prompts[0], spans[0]], [prompts[1], spans[1]])
 
     service = tinker.ServiceClient(base_url=url, api_key="tml-any")
-    client = service.create_lora_training_client(model, rank=4, seed=3)
+    client = service.create_lora_training_client(model, rank=4, seed=3).result()
     prompt = types.ModelInput.from_ints([5, 6, 7])
     passes, stepped, drawn, saved = [], [], [], []
     for step in range(steps):
@@ -38,7 +38,7 @@ def main() -> None:
         passes.append(client.forward_backward([datum(7, 8 + step)], "cross_entropy"))
         stepped.append(client.optim_step(types.AdamParams(learning_rate=0.01)))
         if step % 3 == 2:  # a sampler without a name, sampled from while the training goes on
-            sampler = client.save_weights_and_get_sampling_client(record_stability_info=True)
+            sampler = client.save_weights_and_get_sampling_client(record_stability_info=True).result()
             drawn += [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=5, seed=seed)) for seed in (1, 2)]
             passes.append(
                 client.forward_backward([learnt(s) for s in drawn[-2].result().sequences], "stable_reinforce")
@@ -47,12 +47,12 @@ def main() -> None:
         if step % 6 == 4:  # a named one
             named = service.create_sampling_client(
                 model_path=client.save_weights_for_sampler(f"s-{step}").result().path
-            )
+            ).result()
             drawn.append(named.sample(prompt, 1, types.SamplingParams(max_tokens=4, seed=step)))
         if step % 6 == 5:  # back to what was saved, with everything that was learnt since forgotten
             client.load_state_with_optimizer(saved[0]).result()
     saved.append(client.save_state("end").result().path)
-    again = service.create_training_client_from_state_with_optimizer(saved[-1])
+    again = service.create_training_client_from_state_with_optimizer(saved[-1]).result()
     passes += [again.forward_backward([datum(1, 2, 3)], "cross_entropy")]
     passes += [client.forward_backward([datum(1, 2, 3)], "cross_entropy")]
     results = [future.result() for future in passes]

@@ -68,6 +68,7 @@ GREETINGS: dict[str, Any] = {
     "session_heartbeat": {},
     "sessions/s/finish": {},
     "create_model": {"request_id": "created"},
+    "get_info": {"model_id": "created", "model_data": {"model_name": "m"}},
     "get_server_capabilities": {"supported_models": []},
 }
 
@@ -100,6 +101,8 @@ class FaultyServer:
             path = seen.path if seen.path in self._scripts else seen.path.partition("?")[0]
             script = self._scripts.get(path)
             if not script:
+                if path.startswith("samplers/"):
+                    return Answer(body={"sampler_id": path.partition("/")[2], "base_model": "m"})
                 if path in GREETINGS:
                     return Answer(body=GREETINGS[path])
                 return Answer(404, {"detail": f"nothing scripted for {seen.path}"})

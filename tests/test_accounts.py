@@ -240,7 +240,7 @@ def test_clients_exchange_keys_when_the_server_wants_it(serve: Serve, store: Sto
     _, key = create_key(store, "k", "ada")
     url = serve(tokens=tokens)
     with tinkex.ServiceClient(base_url=url, api_key=key) as service:
-        assert service.create_sampling_client(base_model="fake")
+        assert service.create_sampling_client(base_model="fake").result()
     with RestClient(base_url=url, api_key=key) as rest:
         if not tokens:
             with pytest.raises(RuntimeError, match="gives none in exchange"):

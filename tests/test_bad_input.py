@@ -26,7 +26,7 @@ def service(server_url: str) -> Iterator[ServiceClient]:
 @pytest.fixture(scope="module")
 def pair(service: ServiceClient) -> tuple[TrainingClient, TrainingClient]:
     """Two equal runs: one is only ever asked good things."""
-    clean, tried = (service.create_lora_training_client(MODEL, rank=2, seed=3) for _ in range(2))
+    clean, tried = (service.create_lora_training_client(MODEL, rank=2, seed=3).result() for _ in range(2))
     return clean, tried
 
 
@@ -179,7 +179,7 @@ def test_a_bad_step_is_explained_and_keeps_the_gradient(
 
 def test_bad_checkpoints_change_nothing(pair: tuple[TrainingClient, TrainingClient], service: ServiceClient) -> None:
     clean, tried = pair
-    other = service.create_lora_training_client(MODEL, rank=4)
+    other = service.create_lora_training_client(MODEL, rank=4).result()
     path = other.save_state("other-rank").result(60).path
     sampler = other.save_weights_for_sampler("a").result(60).path
     for bad, words in (
@@ -199,15 +199,15 @@ def test_bad_checkpoints_change_nothing(pair: tuple[TrainingClient, TrainingClie
 
 def test_a_wrong_model_name_lists_the_ones_there_are(service: ServiceClient) -> None:
     with pytest.raises(tinkex.BadRequestError, match=f"'test/smal'.*{MODEL}"):
-        service.create_lora_training_client("test/smal")
+        service.create_lora_training_client("test/smal").result()
     with pytest.raises(tinkex.BadRequestError, match=f"'test/smal'.*{MODEL}"):
-        service.create_sampling_client(base_model="test/smal")
+        service.create_sampling_client(base_model="test/smal").result()
 
 
 @pytest.mark.parametrize("rank", [0, -1])
 def test_a_rank_must_be_positive(service: ServiceClient, rank: int) -> None:
     with pytest.raises(tinkex.RequestFailedError, match="rank"):
-        service.create_lora_training_client(MODEL, rank=rank)
+        service.create_lora_training_client(MODEL, rank=rank).result()
 
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -235,7 +235,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_bad_sample_is_explained(service: ServiceClient, name: str) -> None:
     changes, words = SAMPLES[name]
-    sampler = service.create_sampling_client(base_model=MODEL)
+    sampler = service.create_sampling_client(base_model=MODEL).result()
     good: dict[str, Any] = {
         "prompt": PROMPT,
         "num_samples": 2,

@@ -62,7 +62,7 @@ def fake_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
 
 def choose(service: ServiceClient, mode: str) -> None:
     """Have the client use one of the three ways to wait for samples."""
-    service.create_sampling_client(base_model="fake")  # the session is open now
+    service.create_sampling_client(base_model="fake").result()  # the session is open now
     flags = {"batched_results": mode == "inline", "sample_use_retrieve_futures": mode == "official"}
     service._session.client_config = service._session.client_config.model_copy(update=flags)
 
@@ -90,7 +90,7 @@ def test_many_samples_take_far_fewer_requests_than_two_each(fake_url: Callable[.
         assert method != "sample_step" or opened.wait(10)
 
     with ServiceClient(base_url=fake_url(FakeEngine(fail=hold))) as service:
-        sampler = service.create_sampling_client(base_model="fake")
+        sampler = service.create_sampling_client(base_model="fake").result()
         futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=10, seed=seed)) for seed in range(100)]
         wait_until(lambda: sampler._poller is not None and len(sampler._poller._waiting) == 100)
         opened.set()
@@ -106,7 +106,7 @@ def test_all_ways_to_wait_give_the_same_values(fake_url: Callable[..., str], pat
     for mode in ("inline", "official", "one by one"):
         with ServiceClient(base_url=url) as service:
             choose(service, mode)
-            sampler = service.create_sampling_client(base_model="fake")
+            sampler = service.create_sampling_client(base_model="fake").result()
             paths.clear()
             many = [SamplingParams(max_tokens=3 + seed % 4, seed=seed) for seed in range(20)]
             drawn[mode] = values([sampler.sample(PROMPT, 2, params, True) for params in many])
@@ -119,7 +119,7 @@ def test_results_too_large_to_come_along_are_fetched_by_themselves(
     fake_url: Callable[..., str], paths: Counter[str]
 ) -> None:
     with ServiceClient(base_url=fake_url(FakeEngine(), inline_bytes=10)) as service:
-        sampler = service.create_sampling_client(base_model="fake")
+        sampler = service.create_sampling_client(base_model="fake").result()
         short = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2, seed=1)).result(10)
         assert (len(short.sequences[0].tokens), paths["retrieve_future"]) == (2, 0)
         futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=60, seed=seed)) for seed in range(5)]
@@ -130,7 +130,7 @@ def test_results_too_large_to_come_along_are_fetched_by_themselves(
 
 def test_failures_come_along_too(fake_url: Callable[..., str], paths: Counter[str]) -> None:
     with ServiceClient(base_url=fake_url(FakeEngine())) as service:
-        sampler = service.create_sampling_client(base_model="fake")
+        sampler = service.create_sampling_client(base_model="fake").result()
         with pytest.raises(tinkex.RequestFailedError, match=r"65 tokens do not fit") as caught:
             sampler.sample(ModelInput.from_ints([1] * 65), 1, PARAMS).result(10)
         assert caught.value.request_id == f"{sampler.sampling_session_id}:0"
@@ -140,7 +140,7 @@ def test_failures_come_along_too(fake_url: Callable[..., str], paths: Counter[st
 @pytest.mark.covers("W21")
 def test_nothing_is_polled_when_nobody_waits_any_more(fake_url: Callable[..., str], paths: Counter[str]) -> None:
     with ServiceClient(base_url=fake_url(FakeEngine(step_delay=0.01))) as service:
-        sampler = service.create_sampling_client(base_model="fake")
+        sampler = service.create_sampling_client(base_model="fake").result()
         endless = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=100_000)) for _ in range(3)]
         wait_until(lambda: paths["retrieve_futures"] == 1)
         poller = sampler._poller
@@ -162,7 +162,7 @@ def test_nothing_is_polled_when_nobody_waits_any_more(fake_url: Callable[..., st
 def test_cancelled_samples_leave_nothing_behind_while_others_go_on(fake_url: Callable[..., str]) -> None:
     """Those that were cancelled end on the server as well, and are told of, with nobody to take them."""
     with ServiceClient(base_url=fake_url(FakeEngine(step_delay=0.002))) as service:
-        sampler = service.create_sampling_client(base_model="fake")
+        sampler = service.create_sampling_client(base_model="fake").result()
         kept = []
         for _ in range(10):
             doomed = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1000)) for _ in range(5)]
@@ -238,7 +238,7 @@ def faulty() -> Iterator[FaultyServer]:
 def sampler(faulty: FaultyServer) -> Iterator[SamplingClient]:
     Samples(faulty)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        yield service.create_sampling_client(base_model="m")
+        yield service.create_sampling_client(base_model="m").result()
 
 
 def tokens(futures: list[Future[SampleResponse]]) -> list[int]:
@@ -264,7 +264,7 @@ def test_when_a_poll_fails_every_sample_is_polled_for_by_itself(faulty: FaultySe
     samples = Samples(faulty)
     faulty.script("retrieve_futures", fault)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(8)]) == list(range(8))
         assert samples.fetched() == 8
         polled = len(samples.polls())
@@ -282,7 +282,7 @@ def test_a_server_without_the_endpoint_is_never_asked_again(
     samples = Samples(faulty)
     faulty.script("retrieve_futures", Answer(status, {"detail": "no"}), samples.poll)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [0]
         assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [1]
     assert (len(samples.polls()) > 1) is again
@@ -293,7 +293,7 @@ def test_a_cursor_of_an_earlier_life_is_given_up(faulty: FaultyServer, monkeypat
     monkeypatch.setattr(pollers, "REST_SECONDS", 0.0)
     samples = Samples(faulty)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]) == [0, 1, 2]
         samples.log.clear()  # the server was restarted
         faulty.script("retrieve_futures", Answer(410, {"detail": "an earlier life"}), samples.poll)
@@ -309,7 +309,7 @@ def test_a_cursor_of_an_earlier_life_is_given_up(faulty: FaultyServer, monkeypat
 def test_when_the_cursor_goes_back_every_sample_is_polled_for_by_itself(faulty: FaultyServer) -> None:
     samples = Samples(faulty)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]) == [0, 1, 2]
         begun_anew = Answer(body={"completions": [], "cursor": 0})
         faulty.script("retrieve_futures", begun_anew, Answer(body={"completions": [], "cursor": 0}, delay=0.2))
@@ -327,7 +327,7 @@ def test_what_ends_before_its_receipt_comes_is_kept_for_it(faulty: FaultyServer)
 
     faulty.script("asample", submit)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [0]
         poller = sampler._poller
         assert poller is not None
@@ -371,7 +371,7 @@ def test_a_server_that_does_not_hold_its_polls_is_not_asked_in_a_hot_loop(faulty
         body["completions"] = [{"state": "finished", "request_id": "unknown"}]
     faulty.script("retrieve_futures", Answer(body=body))
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         began = time.monotonic()
         future = sampler.sample(PROMPT, 1, PARAMS)
         time.sleep(0.6)
@@ -385,7 +385,7 @@ def test_the_last_one_to_give_up_hangs_up(faulty: FaultyServer) -> None:
     Samples(faulty)
     faulty.script("retrieve_futures", Answer(body={"completions": [], "cursor": 0}, delay=60))
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         future = sampler.sample(PROMPT, 1, PARAMS)
         wait_until(lambda: len(faulty.requests("retrieve_futures")) == 1)
         assert sampler._poller is not None
@@ -407,7 +407,9 @@ def test_a_poll_that_never_speaks_of_a_sample_does_not_lose_it(
         lost = [Answer(410, {"detail": "lost"})] * 20
         faulty.script("retrieve_future", *lost, samples.fetch)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m", retry_config=tinkex.RetryConfig(retry_delay_base=0.01))
+        sampler = service.create_sampling_client(
+            base_model="m", retry_config=tinkex.RetryConfig(retry_delay_base=0.01)
+        ).result()
         futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(pollers.DOUBTED + 4)]
         assert len(tokens(futures)) == pollers.DOUBTED + 4
         assert left_behind(sampler) == {}
@@ -424,7 +426,7 @@ def test_few_are_asked_for_by_themselves_while_the_poll_is_right(
     faulty.script("retrieve_future", Answer(408, {"queue_state": "active"}, delay=60))
     began = time.monotonic()
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(40)]
         wait_until(lambda: samples.fetched() >= 2)
         time.sleep(0.5)
@@ -445,7 +447,7 @@ def test_the_official_form_names_what_was_fetched(faulty: FaultyServer) -> None:
 
     faulty.script("retrieve_futures", poll)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(10)]) == list(range(10))
         assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [10]
     assert samples.fetched() == 11
@@ -486,7 +488,7 @@ def test_results_are_acknowledged_once_when_nothing_is_waited_for(
 ) -> None:
     samples = form(faulty)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [0]
         assert acks(samples) == []
         wait_until(lambda: acks(samples) == [(1, reported)])
@@ -513,7 +515,7 @@ def test_acknowledgement_that_failed_is_sent_again_when_the_client_is_collected(
 
     faulty.script("retrieve_futures", poll)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [0]
         wait_until(lambda: acks(samples) == [(1, ["q0"])])
         settled(lambda: len(samples.polls()), 50)
@@ -529,7 +531,7 @@ def test_acknowledgement_that_failed_is_sent_again_when_the_client_is_collected(
 def test_end_of_a_session_acknowledges_what_came(faulty: FaultyServer, how: str) -> None:
     samples = official(faulty)
     service = ServiceClient(base_url=faulty.base_url, api_key="tml-x")
-    sampler = service.create_sampling_client(base_model="m")
+    sampler = service.create_sampling_client(base_model="m").result()
     assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [0]
     assert acks(samples) == []
     if how == "close":
@@ -548,7 +550,7 @@ def test_closing_does_not_wait_long_for_an_acknowledgement(
     monkeypatch.setattr(pollers, "LAST_ACK_SECONDS", 0.2)
     samples = official(faulty)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         assert tokens([sampler.sample(PROMPT, 1, PARAMS)]) == [0]
         faulty.script("retrieve_futures", Answer(body={"completions": [], "cursor": 1}, delay=60))
         began = time.monotonic()
@@ -611,7 +613,7 @@ def memory() -> Iterator[Callable[[int], tuple[Memory, SamplingClient]]]:
             exchange = Memory(per_poll)
             tinkex.configure(http_client=lambda config: exchange)
             service = stack.enter_context(ServiceClient(base_url="http://nowhere", api_key="tml-x"))
-            return exchange, service.create_sampling_client(base_model="m")
+            return exchange, service.create_sampling_client(base_model="m").result()
 
         yield make
 

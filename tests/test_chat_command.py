@@ -72,7 +72,7 @@ def told() -> list[str]:
 @pytest.fixture
 def talk(service: ServiceClient, told: list[str]) -> Chat:
     """A conversation with made-up answers of twelve tokens, which never end by themselves."""
-    sampler = service.create_sampling_client(base_model=TINY)
+    sampler = service.create_sampling_client(base_model=TINY).result()
     return Chat(sampler, ChatFormat(Words()), max_tokens=12, context=512, seed=1, tell=told.append)
 
 
@@ -347,7 +347,7 @@ def test_what_is_not_there_cannot_be_talked_to(piped: Callable[..., Result], arg
 
 
 def test_a_checkpoint_of_either_kind_can_be_talked_to(piped: Callable[..., Result], service: ServiceClient) -> None:
-    client = service.create_lora_training_client(TINY, rank=4)
+    client = service.create_lora_training_client(TINY, rank=4).result()
     for path in (client.save_state("a").result().path, client.save_weights_for_sampler("a").result().path):
         result = piped("hello\n", path)
         assert result.exit_code == 0, result.output
@@ -357,7 +357,7 @@ def test_a_checkpoint_of_either_kind_can_be_talked_to(piped: Callable[..., Resul
 def test_a_stream_that_is_left_does_not_disturb_later_samples(embedded_url: str) -> None:
     prompt = types.ModelInput.from_ints([5, 6, 7])
     with ServiceClient(base_url=embedded_url) as client:
-        sampler = client.create_sampling_client(base_model=MODEL)
+        sampler = client.create_sampling_client(base_model=MODEL).result()
         params = types.SamplingParams(max_tokens=100, seed=1, stop=[])
         expected = sampler.sample(prompt, 1, params).result(20).sequences[0].tokens
         for _ in range(2):

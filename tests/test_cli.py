@@ -320,7 +320,7 @@ def test_a_server_says_it_is_ready_serves_and_stops(serve: Serve, tmp_path: Path
     assert wire.get("healthz") == {"status": "ok"}
     assert wire.get("get_server_capabilities")["supported_models"][0]["model_name"] == MODEL
     with tinkex.ServiceClient(base_url=url) as service:
-        sampler = service.create_sampling_client(base_model=MODEL)
+        sampler = service.create_sampling_client(base_model=MODEL).result()
         prompt = tinkex.ModelInput.from_ints([5, 6])
         assert len(sampler.sample(prompt, 1, tinkex.SamplingParams(max_tokens=2)).result(30).sequences) == 1
     stopped(process, signal.SIGINT)

@@ -91,7 +91,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 def run_id(url: str) -> str:
     """A run with two training checkpoints and one to sample from."""
     with tinkex.ServiceClient(base_url=url) as service:
-        client = service.create_lora_training_client(MODEL, rank=4, user_metadata={"who": "ada"})
+        client = service.create_lora_training_client(MODEL, rank=4, user_metadata={"who": "ada"}).result()
         for name in ("one", "two"):
             client.save_state(name).result()
         client.save_weights_for_sampler("three").result()
@@ -682,7 +682,7 @@ def test_the_trace_of_a_backend_inside_this_process_is_copied(command: Command, 
     target = tmp_path / "made" / "it.json"
     with tinkex.LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "data") as backend:
         with tinkex.ServiceClient(base_url=backend.base_url) as service:
-            session = service.create_lora_training_client("fake", rank=4).holder.session_id
+            session = service.create_lora_training_client("fake", rank=4).result().holder.session_id
         shown = command("session", "export-trace", session, "-o", str(target), "--base-url", backend.base_url)
     assert (shown.code, shown.out) == (0, f"Wrote {target} ({size(target.stat().st_size)})\n")
     assert "create_model" in target.read_text()
@@ -762,7 +762,7 @@ def test_paths_are_checked_before_anything_is_sent(
 def doomed(url: str) -> list[str]:
     """Three checkpoints to delete."""
     with tinkex.ServiceClient(base_url=url) as service:
-        client = service.create_lora_training_client(MODEL, rank=4)
+        client = service.create_lora_training_client(MODEL, rank=4).result()
         return [client.save_state(f"d{number}").result().path for number in range(3)]
 
 

@@ -275,7 +275,7 @@ def test_peft_reads_an_export_and_computes_the_same(server_url: str, model_dir: 
     from support import MODEL, make_data, train
 
     with tinkex.ServiceClient(base_url=server_url) as service:
-        client = service.create_lora_training_client(MODEL, rank=4, seed=1, train_unembed=False)
+        client = service.create_lora_training_client(MODEL, rank=4, seed=1, train_unembed=False).result()
         train(client, tinkex.types, make_data(tinkex.types), 2)
         path = client.save_state("exported").result().path
         words = ["checkpoint", "export", path, "-o", str(place), "--base-model", str(model_dir)]

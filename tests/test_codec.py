@@ -652,12 +652,12 @@ REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
     (
         protocol.SAVE_WEIGHTS_FOR_SAMPLER,
         types.SaveWeightsForSamplerRequest(model_id=RUN, path="w1", seq_id=5),
-        '{"model_id":"sess-1:train:0","path":"w1","seq_id":5,"type":"save_weights_for_sampler"}',
+        '{"model_id":"sess-1:train:0","path":"w1","seq_id":5,"kind":"snapshot","type":"save_weights_for_sampler"}',
     ),
     (
         protocol.SAVE_WEIGHTS_FOR_SAMPLER,
         types.SaveWeightsForSamplerRequest(model_id=RUN, sampling_session_seq_id=0, seq_id=7),
-        '{"model_id":"sess-1:train:0","sampling_session_seq_id":0,"seq_id":7,"type":"save_weights_for_sampler"}',
+        '{"model_id":"sess-1:train:0","sampling_session_seq_id":0,"seq_id":7,"kind":"snapshot","type":"save_weights_for_sampler"}',
     ),
     (
         protocol.LOAD_WEIGHTS,

@@ -8,7 +8,6 @@ import concurrent.futures
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import json
 import logging
 import os
@@ -110,7 +109,7 @@ exec("from tinker import *", everything)
     assert known["tinker"].Datum is tinkex.Datum
     assert known["tinker"].types.image_chunk.ImageChunk is tinkex.types.ImageChunk
     assert known["TensorData"] is tinkex.TensorData
-    assert known["APIFuture"] is tinkex.Future
+    assert known["APIFuture"] is tinkex.APIFuture
     assert known["RestClient"] is tinkex.RestClient
     assert known["RetryConfig"] is tinkex.RetryConfig
     assert known["RequestFailedError"] is tinkex.RequestFailedError
@@ -124,10 +123,9 @@ exec("from tinker import *", everything)
 def test_the_table_is_that_of_the_official_package() -> None:
     from tinkex.compat.names import APART, MODULES, TOP
 
-    futures = {"BackcompatSamplingClientFuture", "BackcompatTrainingClientFuture"}
-    assert listed_names(official_tree("__init__.py")) - futures == {*TOP, "auth", "types", "__title__", "__version__"}
+    assert listed_names(official_tree("__init__.py")) == {*TOP, "auth", "types", "__title__", "__version__"}
     interfaces = ("lib", "public_interfaces", "__init__.py")
-    assert listed_names(official_tree(*interfaces)) - futures == MODULES["tinker.lib.public_interfaces"].keys()
+    assert listed_names(official_tree(*interfaces)) == MODULES["tinker.lib.public_interfaces"].keys()
     assert imported_names(official_tree("__init__.py"))["_exceptions"] == MODULES["tinker._exceptions"].keys()
     types = imported_names(official_tree("types", "__init__.py"))
     assert MODULES["tinker.types"].keys() == {name for names in types.values() for name in names}
@@ -335,13 +333,13 @@ def test_a_client_has_no_coroutine_functions_but_the_official_ones(name: str) ->
     wanted = {node.name for node in theirs.body if isinstance(node, ast.AsyncFunctionDef) and node.name[0] != "_"}
     client = getattr(tinkex, name)
     have = {
-        method for method in dir(client) if method[0] != "_" and inspect.iscoroutinefunction(getattr(client, method))
+        method for method in dir(client) if method[0] != "_" and asyncio.iscoroutinefunction(getattr(client, method))
     }
     assert have == wanted
 
 
 def test_what_only_our_clients_have_is_awaited_all_the_same(fake_service: Callable[..., ServiceClient]) -> None:
-    training = fake_service().create_lora_training_client("fake", rank=4)
+    training = fake_service().create_lora_training_client("fake", rank=4).result()
     given = SimpleNamespace(encode=list, decode=str)
     load: Any = {"load_fun": lambda name, options: given}
 
@@ -353,8 +351,8 @@ def test_what_only_our_clients_have_is_awaited_all_the_same(fake_service: Callab
 
 
 def test_capturing_programs_find_what_they_look_for(fake_service: Callable[..., ServiceClient]) -> None:
-    training = fake_service().create_lora_training_client("fake", rank=4)
-    sampler = training.save_weights_and_get_sampling_client()
+    training = fake_service().create_lora_training_client("fake", rank=4).result()
+    sampler = training.save_weights_and_get_sampling_client().result()
     assert sampler._sampling_session_id == sampler.sampling_session_id
     done: list[Any] = []
     future = training.save_state("captured")

@@ -313,7 +313,7 @@ def test_unusable_tokens_given_as_key_raise_without_a_request(
         given = {"api_key": key} if place == "argument" else {}
         for _ in range(2):
             with ServiceClient(base_url=server.base_url, **given) as service, pytest.raises(kind, match=words):  # type: ignore[arg-type]
-                service.create_sampling_client(base_model="m")
+                service.create_sampling_client(base_model="m").result()
         assert server.seen == []
 
 
@@ -459,7 +459,7 @@ def test_retries_keep_their_count_and_take_a_new_token_along(gate: Gate, guarded
 def test_polls_and_streams_are_replayed_too(gate: Gate, guarded: ServiceClient) -> None:
     server = gate.server
     server.script("create_sampling_session", Answer(body={"sampling_session_id": "x"}))
-    sampler = guarded.create_sampling_client(base_model="m")
+    sampler = guarded.create_sampling_client(base_model="m").result()
     server.script("asample", Answer(body={"request_id": "r"}))
     done = codec.encode(SampleResponse([SampledSequence("length", tokens_np=np.array([7], np.int32))]))
     gate.guard("retrieve_future", Answer(body=done.data, content_type=codec.PROTOBUF))
@@ -641,7 +641,7 @@ def test_copies_exports_and_console_pages() -> None:
             assert service.get_console_url().endswith("/sessions")
             assert service.copy_weights("tinker://a/weights/b").result(10) == "tinker://new/weights/x"
             assert server.requests("copy_weights")[0].json["destination_project_id"] == "p"
-            client = service.create_lora_training_client("m")
+            client = service.create_lora_training_client("m").result()
             assert service.get_console_url().endswith("/sessions/s")
             assert client.get_console_url().endswith("/training_runs/s%3Atrain%3A0")
             server.script("save_weights_external", Answer(body={"request_id": "r"}))

@@ -99,7 +99,7 @@ def service(fake_service: Callable[..., ServiceClient], log: Log) -> ServiceClie
 
 @pytest.fixture
 def client(service: ServiceClient) -> TrainingClient:
-    return service.create_lora_training_client("fake", rank=4)
+    return service.create_lora_training_client("fake", rank=4).result()
 
 
 def configure(client: TrainingClient, **changes: Any) -> None:
@@ -143,7 +143,7 @@ def test_a_custom_pass_returns_at_once(client: TrainingClient, log: Log) -> None
 
 @pytest.mark.covers("U29")
 def test_a_step_submitted_ahead_applies_the_gradient_of_the_loss(service: ServiceClient) -> None:
-    custom, plain = (service.create_lora_training_client("fake", rank=4) for _ in range(2))
+    custom, plain = (service.create_lora_training_client("fake", rank=4).result() for _ in range(2))
     passed, stepped = custom.forward_backward_custom(TWO, doubled), custom.optim_step(STEP)
     weighted = [datum(*one.model_input.to_ints(), weights=[2.0] * 3) for one in TWO]
     plain.forward_backward(weighted, "cross_entropy")
@@ -194,7 +194,7 @@ def test_losses_run_on_one_daemon_thread_for_all_clients(service: ServiceClient,
         under_way.clear()
         return doubled(data, logprobs)
 
-    other = service.create_lora_training_client("fake", rank=4)
+    other = service.create_lora_training_client("fake", rank=4).result()
     futures = [each.forward_backward_custom(DATA, loss) for each in (client, other) for _ in range(2)]
     for future in futures:
         future.result(20)
@@ -238,7 +238,7 @@ def test_a_cancelled_loss_that_goes_on_does_not_hold_up_the_losses_of_others(
     stuck = Held()
     cancelled = client.forward_backward_custom(DATA, stuck)
     assert stuck.began.wait(20)
-    other = service.create_lora_training_client("fake", rank=4)
+    other = service.create_lora_training_client("fake", rank=4).result()
     waiting = other.forward_backward_custom(DATA, doubled)
     assert cancelled.cancel()
     waiting.result(20)
@@ -253,7 +253,7 @@ def test_a_cancelled_loss_that_goes_on_does_not_hold_up_the_losses_of_others(
 CALLS: dict[str, Callable[[TrainingClient], Any]] = {
     "forward": lambda client: client.forward(DATA, "cross_entropy"),
     "forward_backward": lambda client: client.forward_backward(DATA, "cross_entropy"),
-    "forward_future": lambda client: client.forward_future(DATA, "cross_entropy"),
+    "forward_future": lambda client: client.receipts.forward(DATA, "cross_entropy"),
     "custom": lambda client: client.forward_backward_custom(DATA, doubled),
     "optim_step": lambda client: client.optim_step(STEP),
     "save_state": lambda client: client.save_state("a"),
@@ -274,7 +274,7 @@ def test_a_failed_loss_refuses_queued_and_later_calls_of_its_client_only(
     def broken(*_: Any) -> Any:
         raise KeyError("mine")
 
-    other = service.create_lora_training_client("fake", rank=4)
+    other = service.create_lora_training_client("fake", rank=4).result()
     before = client.optim_step(STEP)
     bad = client.forward_backward_custom(DATA, broken)
     queued = [call(client) for call in CALLS.values()]
@@ -433,7 +433,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 def test_closing_waits_for_a_loss_and_the_step_behind_it(url: str) -> None:
     loss = Held()
     with ServiceClient(base_url=url) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         custom, stepped = client.forward_backward_custom(DATA, loss), client.optim_step(STEP)
         assert loss.began.wait(20)
         threading.Timer(0.1, loss.free.set).start()
@@ -445,7 +445,7 @@ def test_leaving_with_an_error_drops_a_loss_that_runs(url: str) -> None:
     loss = Held()
     began = time.monotonic()
     with ServiceClient(base_url=url) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         custom, stepped = client.forward_backward_custom(DATA, loss), client.optim_step(STEP)
         assert loss.began.wait(20)
         service.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
@@ -497,13 +497,13 @@ def test_a_resilient_client_keeps_refusing_after_its_run_was_made_anew(url: str)
         raise KeyError("mine")
 
     with ServiceClient(base_url=url) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         with tinkex.resilient(client, every=5) as trainer:
             assert trainer.forward_backward_custom(DATA, doubled).result(20).metrics["loss:sum"] > 0
             trainer.optim_step(STEP).result(20)
             with pytest.raises(KeyError):
                 trainer.forward_backward_custom(DATA, broken).result(20)
-            fresh = service.create_lora_training_client("fake", rank=4)
+            fresh = service.create_lora_training_client("fake", rank=4).result()
             trainer._adopt(fresh)
             refuse(trainer.optim_step(STEP), KeyError)
 

@@ -101,7 +101,7 @@ def test_the_server_gives_what_the_client_would_have_computed(
     data = data_for(example)
     results = {}
     for way, chosen in {"server": handle, "client": replace(handle, loss_id=None)}.items():
-        client = service.create_lora_training_client(MODEL, rank=4, seed=1)
+        client = service.create_lora_training_client(MODEL, rank=4, seed=1).result()
         client.forward_backward(data_for(EXAMPLES["neg_ll"], (5,)), "cross_entropy").result(60)
         client.optim_step(types.AdamParams(learning_rate=1e-2)).result(60)  # B away from zero
         result = client.forward_backward_custom(data, chosen).result(60)
@@ -266,7 +266,7 @@ def test_a_failure_names_its_datum_and_leaves_no_gradient(
 ) -> None:
     with ServiceClient(base_url=url) as service:
         handle = service.create_custom_loss(unstable, {"logprobs": 1, "weights": 1}).result(60)
-        client = service.create_lora_training_client(MODEL, rank=4, seed=1)
+        client = service.create_lora_training_client(MODEL, rank=4, seed=1).result()
         good, bad = data_for(EXAMPLES["neg_ll"], (6, 4))
         damaged = Datum(bad.model_input, {**bad.loss_fn_inputs, **inputs})
         with pytest.raises(tinkex.RequestFailedError, match=words) as caught:
@@ -280,7 +280,7 @@ def test_a_failure_names_its_datum_and_leaves_no_gradient(
 def test_a_step_of_the_graph_that_fails_names_datum_and_node(service: ServiceClient, engine: Recording) -> None:
     example = EXAMPLES["dpo_pairs"]
     handle = service.create_custom_loss(example.fn, example.ranks).result(60)
-    client = service.create_lora_training_client(MODEL, rank=4)
+    client = service.create_lora_training_client(MODEL, rank=4).result()
     with pytest.raises(tinkex.RequestFailedError, match="datum 2: custom loss 'dpo_pairs': node 'view'"):
         client.forward_backward_custom(data_for(example, (4, 8, 5)), handle).result(60)  # five make no pairs
     assert engine.grads[client.model_id] is None
@@ -326,7 +326,7 @@ def test_metrics_are_summed_or_averaged_over_the_data(service: ServiceClient) ->
         return -(logprobs * weights).sum(), {"custom/a:sum": mean, "custom/a:mean": mean}
 
     handle: LossHandle = service.create_custom_loss(counted, {"logprobs": 1, "weights": 1}).result(60)
-    client = service.create_lora_training_client(MODEL, rank=4)
+    client = service.create_lora_training_client(MODEL, rank=4).result()
     data = data_for(EXAMPLES["neg_ll"], (3, 9, 5, 5))
     means = [float(datum.loss_fn_inputs["weights"].to_numpy().mean()) for datum in data]
     metrics = client.forward_backward_custom(data, handle).result(60).metrics
@@ -338,7 +338,7 @@ def test_metrics_are_summed_or_averaged_over_the_data(service: ServiceClient) ->
 
 
 def test_a_run_keeps_the_optimizer_it_was_created_with(service: ServiceClient, engine: Recording) -> None:
-    client = service.create_lora_training_client(MODEL, rank=4, optimizer=types.DimuonOptimizerConfig())
+    client = service.create_lora_training_client(MODEL, rank=4, optimizer=types.DimuonOptimizerConfig()).result()
     assert client.get_info().optimizer_config == types.DimuonOptimizerConfig()
     data = data_for(EXAMPLES["neg_ll"])
     client.forward_backward(data, "cross_entropy").result(60)
@@ -353,7 +353,7 @@ def test_a_run_keeps_the_optimizer_it_was_created_with(service: ServiceClient, e
     client.forward_backward(data, "cross_entropy").result(60)
     client.optim_step(step).result(60)
     expected = client.forward(data, "cross_entropy").result(60).metrics["loss:sum"]
-    resumed = service.create_training_client_from_state_with_optimizer(state)
+    resumed = service.create_training_client_from_state_with_optimizer(state).result()
     assert resumed.get_info().optimizer_config == types.DimuonOptimizerConfig()
     resumed.forward_backward(data, "cross_entropy").result(60)
     resumed.optim_step(step).result(60)

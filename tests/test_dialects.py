@@ -148,7 +148,7 @@ def faulty() -> Iterator[FaultyServer]:
 
 def everything(service: ServiceClient) -> None:
     """Each call of a training program, with the results that the older server gives."""
-    client = service.create_lora_training_client("m", rank=8)
+    client = service.create_lora_training_client("m", rank=8).result()
     assert client.model_id == "s:train:0"
     passed = client.forward(DATA, "cross_entropy").result(10)
     assert passed.metrics == {"loss:sum": 3.0}
@@ -160,12 +160,12 @@ def everything(service: ServiceClient) -> None:
     path = client.save_state("a").result(10).path
     assert path == "tinker://s:train:0/weights/a"
     assert client.save_weights_for_sampler("b").result(10).path == "tinker://s:train:0/sampler_weights/b"
-    sampler = client.save_weights_and_get_sampling_client()
+    sampler = client.save_weights_and_get_sampling_client().result()
     drawn = sampler.sample(PROMPT, 2, PARAMS).result(10)
     assert [sequence.tokens for sequence in drawn.sequences] == [[7, 8]] * 2
     assert len({sequence.sequence_id for sequence in drawn.sequences}) == 2
     assert sampler.compute_logprobs(PROMPT).result(10) == [None, -1.5, -2.5]
-    again = service.create_training_client_from_state_with_optimizer(path)
+    again = service.create_training_client_from_state_with_optimizer(path).result()
     assert again.model_id == "s:train:1"
     assert again.optim_step(STEP).result(10).metrics == {"grad_norm:mean": 2.0}
 
@@ -201,21 +201,21 @@ def test_what_is_newer_and_asked_for_is_sent_all_the_same(faulty: FaultyServer) 
     """A server that does not know it says so; it is not left out in silence."""
     OlderServer(faulty)
     with ServiceClient(base_url=faulty.base_url) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         with pytest.raises(tinkex.UnprocessableEntityError, match="overwrite"):
             client.save_state("a", overwrite=True).result(10)
-        sampler = service.create_sampling_client(base_model="m")
+        sampler = service.create_sampling_client(base_model="m").result()
         with pytest.raises(tinkex.UnprocessableEntityError, match="topk_sample_logprobs"):
             sampler.sample(PROMPT, 1, PARAMS, topk_sample_logprobs=3).result(10)
         with pytest.raises(tinkex.UnprocessableEntityError, match="optimizer_config"):
-            service.create_lora_training_client("m", optimizer=types.DimuonOptimizerConfig())
+            service.create_lora_training_client("m", optimizer=types.DimuonOptimizerConfig()).result()
 
 
 def test_a_failure_on_an_older_server_is_the_calls_own(faulty: FaultyServer) -> None:
     server = OlderServer(faulty)
     server.failing = {"optim_step"}
     with ServiceClient(base_url=faulty.base_url) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         with pytest.raises(tinkex.RequestFailedError, match="no room") as caught:
             client.optim_step(STEP).result(10)
         assert caught.value.category == "server"
@@ -231,7 +231,7 @@ def test_a_number_that_was_refused_is_spent_in_the_older_form(faulty: FaultyServ
 
     faulty.script("forward_backward", refuse)
     with ServiceClient(base_url=faulty.base_url) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         with pytest.raises(tinkex.UnprocessableEntityError, match="bad data"):
             client.forward_backward(DATA, "cross_entropy").result(10)
         assert client.optim_step(STEP).result(10).metrics == {"grad_norm:mean": 2.0}
@@ -243,7 +243,7 @@ def test_a_number_that_was_refused_is_spent_in_the_older_form(faulty: FaultyServ
 def test_a_failure_may_come_at_once(faulty: FaultyServer) -> None:
     OlderServer(faulty)
     with ServiceClient(base_url=faulty.base_url) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         for told in ({"error": "too much", "category": "user"}, {"status": "failed", "error": {"message": "too much"}}):
             faulty.script("optim_step", Answer(body=told))
             with pytest.raises(tinkex.RequestFailedError, match="too much"):
@@ -307,11 +307,11 @@ def json_alone(status: int) -> Callable[[Seen], Answer]:
 def test_a_server_that_reads_no_protobuf_is_found_out_by_its_first_pass(unknown: FaultyServer, refusal: int) -> None:
     unknown.script("forward_backward", json_alone(refusal))
     with ServiceClient(base_url=unknown.base_url) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         for _ in range(3):
             assert client.forward_backward(DATA, "cross_entropy").result(10).metrics == {"loss:sum": 1.0}
         assert client.forward(DATA, "cross_entropy").result(10).metrics == {"loss:sum": 1.0}
-        other = service.create_lora_training_client("m")
+        other = service.create_lora_training_client("m").result()
         assert other.forward_backward(DATA, "cross_entropy").result(10).metrics == {"loss:sum": 1.0}
     assert forms(unknown, "forward_backward") == ["protobuf", "json", "json", "json", "json"]
     assert forms(unknown, "forward") == ["json"]
@@ -321,7 +321,7 @@ def test_a_server_that_reads_no_protobuf_is_found_out_by_its_first_pass(unknown:
 def test_a_first_pass_without_gradient_shows_it_too(unknown: FaultyServer) -> None:
     unknown.script("forward_backward", json_alone(415))
     with ServiceClient(base_url=unknown.base_url) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         assert client.forward(DATA, "cross_entropy").result(10).metrics == {"loss:sum": 1.0}
     assert forms(unknown, "forward_backward") == ["protobuf"]
     assert forms(unknown, "forward") == ["json"]
@@ -339,7 +339,7 @@ def test_all_chunks_of_a_first_call_reach_a_server_that_reads_no_protobuf(unknow
 
     unknown.script("forward_backward", answer)
     with ServiceClient(base_url=unknown.base_url) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         assert client.forward_backward(DATA, "cross_entropy").result(10).metrics == {"loss:sum": 3.0}
     taken = [seen.json["seq_id"] for seen in unknown.requests("forward_backward") if not is_protobuf(seen)]
     assert sorted(taken) == [1, 2, 3]
@@ -356,7 +356,7 @@ def test_a_pass_that_is_refused_while_another_finds_out_is_sent_again(unknown: F
     taken = Answer(body={"request_id": "pass"}, until=lambda: forms(unknown).count("protobuf") == 2)
     unknown.script("forward_backward", lambda seen: next(refused) if is_protobuf(seen) else taken)
     with ServiceClient(base_url=unknown.base_url) as service:
-        one, two = clients[:] = [service.create_lora_training_client("m") for _ in range(2)]
+        one, two = clients[:] = [service.create_lora_training_client("m").result() for _ in range(2)]
         first = one.forward_backward(DATA, "cross_entropy")
         wait_until(lambda: forms(unknown) == ["protobuf", "json"])
         second = two.forward_backward(DATA, "cross_entropy")
@@ -371,7 +371,7 @@ def test_a_refused_first_pass_has_the_error_of_the_newer_form(unknown: FaultySer
         lambda seen: Answer(422, {"detail": "token 9 is too large" if is_protobuf(seen) else "what is this"}),
     )
     with ServiceClient(base_url=unknown.base_url) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         with pytest.raises(tinkex.UnprocessableEntityError, match="token 9 is too large"):
             client.forward_backward(DATA, "cross_entropy").result(10)
         assert forms(unknown) == ["protobuf", "json"]
@@ -382,7 +382,7 @@ def test_a_refused_first_pass_has_the_error_of_the_newer_form(unknown: FaultySer
 
 def test_after_one_pass_was_read_none_is_tried_in_the_older_form(unknown: FaultyServer) -> None:
     with ServiceClient(base_url=unknown.base_url) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         client.forward_backward(DATA, "cross_entropy").result(10)
         unknown.script("forward_backward", Answer(422, {"detail": "token 9 is too large"}))
         for _ in range(2):
@@ -395,7 +395,7 @@ def test_after_one_pass_was_read_none_is_tried_in_the_older_form(unknown: Faulty
 def test_a_refusal_for_another_reason_is_no_matter_of_form(unknown: FaultyServer, status: int) -> None:
     unknown.script("forward_backward", Answer(status, {"detail": "no"}))
     with ServiceClient(base_url=unknown.base_url) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         with pytest.raises(tinkex.APIStatusError) as caught:
             client.forward_backward(DATA, "cross_entropy").result(10)
         assert caught.value.status_code == status
@@ -413,7 +413,7 @@ def test_a_chunk_that_was_read_shows_that_another_was_refused_for_what_it_says(u
 
     unknown.script("forward_backward", answer)
     with ServiceClient(base_url=unknown.base_url) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         with pytest.raises(tinkex.UnprocessableEntityError, match="this chunk is bad"):
             client.forward_backward(DATA, "cross_entropy").result(10)
     assert forms(unknown) == ["protobuf"] * 3
@@ -430,7 +430,7 @@ def test_our_own_server_never_gets_a_pass_in_the_older_form(tmp_path: Path, monk
 
     monkeypatch.setattr("tinkex.transport.HttpExchange.send", watched)
     with serving(FakeEngine(), tmp_path) as url, ServiceClient(base_url=url) as service:
-        client = service.create_lora_training_client("fake", rank=2)
+        client = service.create_lora_training_client("fake", rank=2).result()
         misnumbered = TrainingClient(service.holder, 0, client.model_id, first_seq_id=-1)
         with pytest.raises(tinkex.BadRequestError, match="seq_id must be at least 1"):
             misnumbered.forward_backward(DATA, "cross_entropy").result(10)

@@ -377,11 +377,11 @@ class Ready:
 
     @cached_property
     def client(self) -> tinkex.TrainingClient:
-        return self.service.create_lora_training_client(MODEL, rank=4, seed=1)
+        return self.service.create_lora_training_client(MODEL, rank=4, seed=1).result()
 
     @cached_property
     def sampler(self) -> tinkex.SamplingClient:
-        return self.service.create_sampling_client(base_model=MODEL)
+        return self.service.create_sampling_client(base_model=MODEL).result()
 
     @cached_property
     def rest(self) -> tinkex.RestClient:

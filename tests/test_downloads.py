@@ -306,7 +306,7 @@ def test_redirects_are_followed_a_few_steps(server: FaultyServer, tmp_path: Path
 def test_an_archive_is_never_whole_in_memory(tmp_path: Path) -> None:
     size = 40 << 20
     with serving(FakeEngine(), tmp_path / "data") as url, ServiceClient(base_url=url) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         path = client.save_state("s").result(20).path
         [directory] = (tmp_path / "data" / "checkpoints").glob("*/weights/s")
         with (directory / "big").open("wb") as file:
@@ -338,7 +338,7 @@ def test_a_progress_callback_that_fails_ends_the_download_without_a_trace(server
 @pytest.mark.covers("1.14.2/7")
 def test_a_checkpoint_of_our_server_comes_as_an_archive_and_an_export_as_files(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path / "data") as url, ServiceClient(base_url=url) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         state = client.save_state("s").result(20).path
         export = client.save_weights_external("e").result(20).path
         rest = RestClient(base_url=url)
@@ -538,7 +538,7 @@ async def test_a_download_that_is_cancelled_while_it_replaces_leaves_one_or_the_
 
 def test_a_kept_archive_does_not_stand_in_the_way_of_the_downloads_after_it(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path / "data") as url, ServiceClient(base_url=url) as service:
-        path = service.create_lora_training_client("fake", rank=4).save_state("a").result(20).path
+        path = service.create_lora_training_client("fake", rank=4).result().save_state("a").result(20).path
         with RestClient(base_url=url) as rest:
             for _ in range(3):
                 fetching = downloads.download_async(

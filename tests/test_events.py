@@ -262,7 +262,7 @@ def sample_again(faulty: FaultyServer, service: ServiceClient) -> None:
     result = Answer(body=codec.encode(drawn).data, content_type=codec.PROTOBUF)
     faulty.script("retrieve_future", Answer(410), result)
     once = RetryConfig(retry_delay_base=0.001, retry_delay_max=0.001, max_retries=1)
-    sampler = service.create_sampling_client(base_model="m", retry_config=once)
+    sampler = service.create_sampling_client(base_model="m", retry_config=once).result()
     sampler.sample(PROMPT, 1, PARAMS).result(10)
     faulty.script("retrieve_future", Answer(410))
     with pytest.raises(tinkex.GoneError):
@@ -272,7 +272,7 @@ def sample_again(faulty: FaultyServer, service: ServiceClient) -> None:
 def recover(service: ServiceClient, heard: Heard) -> None:
     """A run that is recovered, one that is not, and one that cannot be looked at."""
     policy = RecoveryPolicy(enabled=True, backoff_ms=1, max_attempts=2, poll_interval_ms=5)
-    run = service.create_lora_training_client("fake", rank=4)
+    run = service.create_lora_training_client("fake", rank=4).result()
     path = run.save_state("s").result(20).path
     executor = Executor()
 
@@ -297,7 +297,7 @@ class _Reports:
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
 
-    async def get_training_run_async(self, run_id: str) -> types.TrainingRun:
+    async def get_training_run(self, run_id: str) -> types.TrainingRun:
         if run_id != self._run_id:
             raise tinkex.NotFoundError("no such run", status_code=404)
         checkpoint = {"checkpoint_id": "weights/s", "checkpoint_type": "training", "time": "2026-01-01T00:00:00Z"}
@@ -324,7 +324,7 @@ def regularize(service: ServiceClient) -> None:
     def broken(_: Any, logprobs: Any) -> Any:
         raise KeyError("mine")
 
-    client = service.create_lora_training_client("fake", rank=4)
+    client = service.create_lora_training_client("fake", rank=4).result()
     client.forward_backward_custom(DATA, loss, regularizers=[RegularizerSpec(L1(), 0.5)]).result(20)
     with pytest.raises(RegularizerError):
         client.forward_backward_custom(DATA, loss, regularizers=[RegularizerSpec(broken, 1.0, "bad")]).result(20)
@@ -362,7 +362,7 @@ def test_clients_at_work_say_everything_that_the_catalogue_lists(
         monkeypatch.setattr(f"tinkex.{module}.backoff", lambda *_, **__: 0.001)
     with faulty_server() as faulty, ServiceClient(base_url=faulty.base_url, user_metadata={"team": "red"}) as service:
         faulty.script("retrieve_future", Answer(body={"model_id": "s:train:0"}))
-        wait_for_results(faulty, service.create_lora_training_client("m"))
+        wait_for_results(faulty, service.create_lora_training_client("m").result())
         sample_again(faulty, service)
     with serving(FakeEngine(), tmp_path) as url, ServiceClient(base_url=url) as service:
         recover(service, heard)

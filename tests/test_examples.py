@@ -455,7 +455,7 @@ def test_a_checkpoint_that_was_deleted_since_is_looked_for_in_the_list(tmp_path:
     remembered = tmp_path / "tinkex_checkpoints" / "default.path"
     remembered.parent.mkdir()
     with serving(FakeEngine(), tmp_path / "server") as url, tinkex.ServiceClient(base_url=url) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         stale, there = (client.save_state(name).result(20).path for name in ("stale", "there"))
         with tinkex.RestClient(base_url=url) as rest:
             rest.delete_checkpoint_from_tinker_path(stale).result(20)

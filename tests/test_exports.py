@@ -285,7 +285,7 @@ def test_archives_are_the_same_bytes_each_time_and_come_in_parts(wire: Wire) -> 
 
 
 def test_our_client_gets_the_archives_address(server_url: str, service: ServiceClient, base_url: str) -> None:
-    client = service.create_lora_training_client(MODEL, rank=4)
+    client = service.create_lora_training_client(MODEL, rank=4).result()
     saved = client.save_weights_for_sampler("packed").result(60).path
     rest = RestClient(base_url=base_url)
     answer = rest.get_checkpoint_archive_url_from_tinker_path(saved).result(20)
@@ -305,7 +305,7 @@ def fetch_anywhere(service: ServiceClient, url: str) -> bytes:
 
 
 def trained(service: ServiceClient) -> TrainingClient:
-    client = service.create_lora_training_client(MODEL, rank=4, seed=5)
+    client = service.create_lora_training_client(MODEL, rank=4, seed=5).result()
     train(client, types, make_data(types), 3)
     return client
 

@@ -652,7 +652,7 @@ def test_futures_of_a_closed_client_end(faulty: FaultyServer) -> None:
     faulty.script("asample", Answer(body={"request_id": "q", "sample_sequence_ids": ["q:0"]}))
     faulty.script("retrieve_future", Answer(408, delay=0.3))
     service = tinkex.ServiceClient(base_url=faulty.base_url)
-    sampler = service.create_sampling_client(base_model="m")
+    sampler = service.create_sampling_client(base_model="m").result()
     future = sampler.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams())
     wait_until(lambda: faulty.requests("retrieve_future"))
     service.close().result(5)
@@ -701,10 +701,14 @@ def test_a_future_that_is_taken_for_its_outcome_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["tinkex.ServiceClient().get_server_capabilities()", "tinkex.RestClient().list_sessions().result()"]
+    "line",
+    [
+        "tinkex.ServiceClient().create_sampling_client(base_model='m').result()",
+        "tinkex.RestClient().list_sessions().result()",
+    ],
 )
 def test_a_client_that_is_dropped_as_the_program_ends_leaves_no_noise(faulty: FaultyServer, line: str) -> None:
-    faulty.script("get_server_capabilities", Answer(body={"supported_models": []}))
+    faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
     faulty.script("sessions", Answer(body={"sessions": []}))
     done = subprocess.run(
         [sys.executable, "-c", f"import tinkex; {line}"],

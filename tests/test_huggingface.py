@@ -180,7 +180,7 @@ class Source:
 
     def __init__(self, url: str, data_dir: Path, service: ServiceClient) -> None:
         self.rest = RestClient(base_url=url)
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         self.path = client.save_weights_for_sampler("final").result(20).path
         self.run = client.model_id
         [self.directory] = (data_dir / "checkpoints").glob("*/sampler_weights/final")

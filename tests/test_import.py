@@ -130,7 +130,7 @@ def test_an_imported_adapter_computes_what_peft_computes_and_trains_on(
         LocalBackend({MODEL: model_dir}, data_dir=data_dir) as backend,
         ServiceClient(base_url=backend.base_url) as service,
     ):
-        client = service.create_training_client_from_state(saved.tinker_path)
+        client = service.create_training_client_from_state(saved.tinker_path).result()
         assert_peft_agrees(client, types, model_dir, adapter)
         info = RestClient(base_url=backend.base_url).get_weights_info_by_tinker_path(saved.tinker_path).result(20)
         assert info.lora_rank == options.get("r", 4)
@@ -149,7 +149,7 @@ def test_modules_that_the_adapter_left_alone_learn_too(
         LocalBackend({MODEL: model_dir}, data_dir=data_dir) as backend,
         ServiceClient(base_url=backend.base_url) as service,
     ):
-        client = service.create_training_client_from_state(saved.tinker_path)
+        client = service.create_training_client_from_state(saved.tinker_path).result()
         train(client, types, make_data(types), 2)
         path = client.save_state("after").result(60).path
     after = load_file(
@@ -281,7 +281,7 @@ def test_the_command_imports_beside_a_running_server(make: Make, model_dir: Path
         assert result.exit_code == 0, result.output
         path = result.output.strip()
         assert path.endswith("/weights/cli")
-        client = service.create_training_client_from_state(path)
+        client = service.create_training_client_from_state(path).result()
         assert_peft_agrees(client, types, model_dir, adapter)
         listed = RestClient(base_url=url).list_user_checkpoints().result(20).checkpoints
         assert [checkpoint.tinker_path for checkpoint in listed] == [path]

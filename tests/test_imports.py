@@ -102,7 +102,7 @@ from tinkex.engine.fake import FakeEngine
 import tempfile
 backend = tinkex.LocalBackend(engine=FakeEngine(), data_dir=tempfile.mkdtemp())
 service = tinkex.ServiceClient(base_url=backend.base_url)
-client = service.create_lora_training_client("fake")
+client = service.create_lora_training_client("fake").result()
 print(client.optim_step(tinkex.AdamParams()).result(10).metrics["grad_norm:mean"])
 """
     assert run(code) == "0.0"

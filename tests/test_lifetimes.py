@@ -47,7 +47,7 @@ def run_program(text: str, *arguments: str, seconds: float = 60) -> subprocess.C
 def test_leaving_the_block_waits_for_the_calls_made_in_it(tmp_path: Path) -> None:
     with LocalBackend(data_dir=tmp_path, engine=FakeEngine(delay=0.02)) as backend:
         with ServiceClient(base_url=backend.base_url) as service:
-            client = service.create_lora_training_client("fake", rank=4)
+            client = service.create_lora_training_client("fake", rank=4).result()
             for _ in range(5):
                 client.forward_backward(DATA, "cross_entropy")
                 client.optim_step(STEP)
@@ -55,13 +55,13 @@ def test_leaving_the_block_waits_for_the_calls_made_in_it(tmp_path: Path) -> Non
         assert saved.done()
         assert saved.result().path.endswith("/weights/final")
         with ServiceClient(base_url=backend.base_url) as second:
-            assert second.create_training_client_from_state(saved.result().path).get_info().lora_rank == 4
+            assert second.create_training_client_from_state(saved.result().path).result().get_info().lora_rank == 4
 
 
 def test_an_error_in_the_block_is_what_the_caller_sees(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail(base_url: str) -> None:
         with ServiceClient(base_url=base_url) as service:
-            client = service.create_lora_training_client("fake", rank=4)
+            client = service.create_lora_training_client("fake", rank=4).result()
             for _ in range(3):
                 client.optim_step(STEP)
             raise KeyError("mine")
@@ -145,13 +145,13 @@ def test_closing_while_the_session_is_being_opened_ends_the_call_that_waits() ->
 def test_user_code_in_losses_may_wait_for_the_service(fake_service: Make) -> None:
     """More losses at once than a pool has threads, each waiting for samples."""
     service = fake_service()
-    sampler = service.create_sampling_client(base_model="fake")
+    sampler = service.create_sampling_client(base_model="fake").result()
 
     def loss(_: list[Any], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2)).result(20)
         return -logprobs[0].sum(), {}
 
-    clients = [service.create_lora_training_client("fake", rank=4) for _ in range(40)]
+    clients = [service.create_lora_training_client("fake", rank=4).result() for _ in range(40)]
     futures = [client.forward_backward_custom(DATA, loss) for client in clients]
     assert all("loss:sum" in future.result(30).metrics for future in futures)
 
@@ -177,7 +177,7 @@ def late():
     except RuntimeError as error:
         print("late:", error)
 atexit.register(late)
-service.get_server_capabilities()
+service.create_sampling_client(base_model="fake").result()
 """
     )
     assert done.returncode == 0, done.stderr
@@ -190,7 +190,7 @@ def test_a_program_that_forgets_to_close_ends_quietly_and_its_session_is_finishe
         done = run_program(
             "import sys, tinkex\n"
             "service = tinkex.ServiceClient(base_url=sys.argv[1])\n"
-            "print(service.create_lora_training_client('fake', rank=2).model_id)",
+            "print(service.create_lora_training_client('fake', rank=2).result().model_id)",
             url,
         )
         assert done.returncode == 0, done.stderr
@@ -286,7 +286,7 @@ def test_a_session_that_ends_takes_its_samples_with_it(tmp_path: Path) -> None:
     engine = FakeEngine(delay=0.01)
     with serving(engine, tmp_path) as url:
         with ServiceClient(base_url=url) as service:
-            sampler = service.create_sampling_client(base_model="fake")
+            sampler = service.create_sampling_client(base_model="fake").result()
             for _ in range(30):
                 sampler.sample(PROMPT, 1, SamplingParams(max_tokens=50_000))
             wait_until(engine.sampling)
@@ -302,7 +302,7 @@ def test_the_journal_of_a_session_that_ends_while_others_are_tidied_does_not_com
         ServiceClient(base_url=backend.base_url) as other,
     ):
         for service in (one, other):
-            sampler = service.create_sampling_client(base_model="fake")
+            sampler = service.create_sampling_client(base_model="fake").result()
             sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2)).result(20)
         assert backend._exchange is not None
         state = backend._exchange._app.state.server
@@ -354,9 +354,9 @@ def test_a_run_let_go_while_its_state_is_written_is_no_error(
         path.write_bytes(b"")  # the directory is not there any more
 
     service = fake_service()
-    path = service.create_lora_training_client("fake", rank=4).save_state("s").result(10).path
+    path = service.create_lora_training_client("fake", rank=4).result().save_state("s").result(10).path
     monkeypatch.setattr("tinkex.server.submission._write_results", write_results)
-    client = service.create_training_client_from_state(path)
+    client = service.create_training_client_from_state(path).result()
     assert begun.wait(10)
     client.unload_model()
     gone.set()
@@ -367,11 +367,11 @@ def test_a_run_let_go_while_its_state_is_written_is_no_error(
 def test_nameless_samplers_beyond_the_limit_go_to_disk_and_come_back(fake_service: Make, tmp_path: Path) -> None:
     engine = FakeEngine()
     service = fake_service(engine, limits=Limits(snapshots=2))
-    client = service.create_lora_training_client("fake", rank=4)
+    client = service.create_lora_training_client("fake", rank=4).result()
     params = SamplingParams(max_tokens=4, seed=1)
     samplers, expected = [], []
     for _ in range(6):
-        samplers.append(client.save_weights_and_get_sampling_client())
+        samplers.append(client.save_weights_and_get_sampling_client().result())
         expected.append(samplers[-1].sample(PROMPT, 1, params).result().sequences[0].logprobs)
         client.forward_backward(DATA, "cross_entropy")
         client.optim_step(STEP).result()
@@ -388,9 +388,9 @@ def test_nameless_samplers_beyond_the_limit_go_to_disk_and_come_back(fake_servic
 
 def test_many_checkpoints_sampled_at_once_share_the_room_there_is(fake_service: Make) -> None:
     service = fake_service(FakeEngine(), limits=Limits(samplers=2))
-    client = service.create_lora_training_client("fake", rank=4)
+    client = service.create_lora_training_client("fake", rank=4).result()
     paths = [client.save_weights_for_sampler(f"c{n}").result().path for n in range(6)]
-    samplers = [service.create_sampling_client(model_path=path) for path in paths]
+    samplers = [service.create_sampling_client(model_path=path).result() for path in paths]
     futures = [s.sample(PROMPT, 1, SamplingParams(max_tokens=2, seed=n)) for n in range(4) for s in samplers]
     assert all(len(future.result(20).sequences) == 1 for future in futures)
 
@@ -402,10 +402,10 @@ def test_a_name_saved_again_after_it_expired_gives_the_new_weights(
     fake_service: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = fake_service()
-    client = service.create_lora_training_client("fake", rank=4)
+    client = service.create_lora_training_client("fake", rank=4).result()
     params = SamplingParams(max_tokens=4, seed=1)
     path = client.save_weights_for_sampler("x", ttl_seconds=3600).result().path
-    old = service.create_sampling_client(model_path=path)
+    old = service.create_sampling_client(model_path=path).result()
     before = old.sample(PROMPT, 1, params).result().sequences[0].logprobs
     client.forward_backward(DATA, "cross_entropy")
     client.optim_step(STEP).result()
@@ -413,28 +413,35 @@ def test_a_name_saved_again_after_it_expired_gives_the_new_weights(
     monkeypatch.setattr(time, "time", lambda: now() + 4000)
     assert client.save_weights_for_sampler("x").result().path == path
     assert old.sample(PROMPT, 1, params).result().sequences[0].logprobs == before  # what it began with is in memory
-    after = service.create_sampling_client(model_path=path).sample(PROMPT, 1, params).result().sequences[0].logprobs
+    after = (
+        service.create_sampling_client(model_path=path)
+        .result()
+        .sample(PROMPT, 1, params)
+        .result()
+        .sequences[0]
+        .logprobs
+    )
     assert after != before
 
 
 def test_a_data_directory_can_be_relative_and_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with LocalBackend(data_dir="rel", engine=FakeEngine()) as backend, ServiceClient(base_url=backend.base_url) as one:
-        path = one.create_lora_training_client("fake", rank=4).save_state("a").result().path
+        path = one.create_lora_training_client("fake", rank=4).result().save_state("a").result().path
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
-        one.create_training_client_from_state(path)
+        one.create_training_client_from_state(path).result()
     (tmp_path / "rel").rename(tmp_path / "moved")
     moved = LocalBackend(data_dir=tmp_path / "moved", engine=FakeEngine())
     with moved, ServiceClient(base_url=moved.base_url) as two:
-        assert two.create_training_client_from_state_with_optimizer(path).get_info().lora_rank == 4
+        assert two.create_training_client_from_state_with_optimizer(path).result().get_info().lora_rank == 4
 
 
 def test_a_checkpoint_of_another_base_model_is_refused(tmp_path: Path, model_dir: Path) -> None:
     backend = LocalBackend({MODEL: model_dir, "other": model_dir}, data_dir=tmp_path)
     with backend, ServiceClient(base_url=backend.base_url) as service:
-        path = service.create_lora_training_client(MODEL, rank=2).save_state("a").result().path
-        other = service.create_lora_training_client("other", rank=2)
+        path = service.create_lora_training_client(MODEL, rank=2).result().save_state("a").result().path
+        other = service.create_lora_training_client("other", rank=2).result()
         with pytest.warns(FutureWarning, match="load_state"):
             loading = other.load_state(path)
         with pytest.raises(tinkex.RequestFailedError, match=r"is of base model 'test/small', this is 'other'"):
@@ -457,7 +464,7 @@ def test_a_nameless_save_sent_again_with_another_number_is_the_same_request(tmp_
 
 
 def test_a_step_that_overflows_is_refused_and_can_be_clipped(service: ServiceClient) -> None:
-    client = service.create_lora_training_client(MODEL, rank=2)
+    client = service.create_lora_training_client(MODEL, rank=2).result()
     data = make_data(tinkex.types)
     plain = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
     huge = [Datum(d.model_input, {**d.loss_fn_inputs, "weights": [1e25] * d.model_input.length}) for d in data]
@@ -481,7 +488,7 @@ def test_a_result_that_cannot_be_sent_fails_in_band(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-31, 1e-20])
 def test_tiny_temperatures_are_greedy(service: ServiceClient, temperature: float) -> None:
-    sampler = service.create_sampling_client(base_model=MODEL)
+    sampler = service.create_sampling_client(base_model=MODEL).result()
     greedy, tiny = (
         sampler.sample(PROMPT, 1, SamplingParams(max_tokens=5, temperature=t, seed=1)).result(20).sequences[0].tokens
         for t in (0.0, temperature)

@@ -135,8 +135,8 @@ def test_under_load_nothing_is_lost_nothing_is_done_twice_and_memory_is_bounded(
     with ExitStack() as stack:
         pid, url = stack.enter_context(server(tmp_path))
         services = [stack.enter_context(tinkex.ServiceClient(base_url=url)) for _ in range(CLIENTS)]
-        runs = [service.create_lora_training_client("fake", rank=4) for service in services]
-        sampler = services[0].create_sampling_client(base_model="fake")
+        runs = [service.create_lora_training_client("fake", rank=4).result() for service in services]
+        sampler = services[0].create_sampling_client(base_model="fake").result()
 
         async def half(number: int) -> tuple[list[list[float]], list[tuple[list[int], str]]]:
             training = [train(run, seed, STEPS * number) for seed, run in enumerate(runs)]
@@ -179,8 +179,8 @@ def test_an_owner_of_many_runs_does_not_starve_one_who_has_a_single_run(tmp_path
     with ExitStack() as stack:
         url = stack.enter_context(serving(engine, tmp_path))
         many, one = (stack.enter_context(tinkex.ServiceClient(base_url=url, api_key=key)) for key in keys)
-        crowd = [many.create_lora_training_client(MODEL, rank=4, seed=number) for number in range(15)]
-        single = one.create_lora_training_client(MODEL, rank=4, seed=1)
+        crowd = [many.create_lora_training_client(MODEL, rank=4, seed=number).result() for number in range(15)]
+        single = one.create_lora_training_client(MODEL, rank=4, seed=1).result()
         for run in crowd:
             for _ in range(8):
                 run.forward_backward(data, "cross_entropy").add_done_callback(note("many"))

@@ -61,8 +61,8 @@ def test_clients_share_one_backend_and_the_last_lets_it_go(made: list[FakeEngine
     before = engine_threads()
     first, second = ServiceClient(base_url="local"), ServiceClient(base_url="local")
     assert made == []  # nothing before the first call
-    client = first.create_lora_training_client("fake", rank=4)
-    sampler = second.create_sampling_client(base_model="fake")
+    client = first.create_lora_training_client("fake", rank=4).result()
+    sampler = second.create_sampling_client(base_model="fake").result()
     assert len(made) == 1
     assert engine_threads() == before + 1
     first.close().result(10)
@@ -90,7 +90,7 @@ async def _step(service: ServiceClient, model_id: str) -> Any:
 def test_a_client_that_is_dropped_lets_go_too(made: list[FakeEngine]) -> None:
     before = engine_threads()
     service = ServiceClient(base_url="local")
-    client = service.create_lora_training_client("fake", rank=4)
+    client = service.create_lora_training_client("fake", rank=4).result()
     assert client.optim_step(STEP).result(10).metrics is not None
     del service
     gc.collect()
@@ -113,9 +113,9 @@ def test_a_client_that_never_called_lets_go_too(made: list[FakeEngine]) -> None:
 
 def test_checkpoints_outlive_a_backend(made: list[FakeEngine]) -> None:
     with ServiceClient(base_url="local") as service:
-        path = service.create_lora_training_client("fake", rank=4).save_state("a").result(10).path
+        path = service.create_lora_training_client("fake", rank=4).result().save_state("a").result(10).path
     with ServiceClient(base_url="local") as service:
-        assert service.create_training_client_from_state(path).get_info().lora_rank == 4
+        assert service.create_training_client_from_state(path).result().get_info().lora_rank == 4
 
 
 def test_the_environment_can_ask_for_it(made: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +139,9 @@ def test_an_engine_is_made_when_there_is_something_to_compute(monkeypatch: pytes
             assert RestClient(service.holder).list_user_checkpoints().result().checkpoints == []
         assert made == []  # also not for the end of a session, when there is nothing to forget
         with ServiceClient(base_url=backend.base_url) as service:
-            client = service.create_lora_training_client("tinkex/tiny", rank=4)
+            client = service.create_lora_training_client("tinkex/tiny", rank=4).result()
             client.optim_step(STEP)
-            client.save_weights_and_get_sampling_client()
+            client.save_weights_and_get_sampling_client().result()
     ((_, thread),) = made
     assert thread == "tinkex-engine"  # the loop goes on while torch is imported
 
@@ -194,12 +194,12 @@ def test_why_an_engine_cannot_be_made_is_told_to_everyone_who_needs_it(
     monkeypatch.setattr(local, "make_engine", fail)
     why = "the engine cannot be made: OSError: libgomp.so.1: cannot open"
     with LocalBackend(data_dir=tmp_path) as backend, ServiceClient(base_url=backend.base_url) as service:
-        sampler = service.create_sampling_client(base_model="tinkex/tiny")
+        sampler = service.create_sampling_client(base_model="tinkex/tiny").result()
         prompt, params = tinkex.ModelInput.from_ints([1]), tinkex.SamplingParams(max_tokens=1)
         with pytest.raises(tinkex.RequestFailedError, match=why):
             sampler.sample(prompt, 1, params).result(20)
         with pytest.raises(tinkex.RequestFailedError, match=why):
-            service.create_lora_training_client("tinkex/tiny", rank=4)
+            service.create_lora_training_client("tinkex/tiny", rank=4).result()
         assert RestClient(service.holder).list_user_checkpoints().result().checkpoints == []  # needs no engine
 
 
@@ -211,20 +211,20 @@ def test_two_backends_are_two(tmp_path: Path) -> None:
         ServiceClient(base_url=other.base_url) as stranger,
     ):
         assert one.base_url != other.base_url
-        path = service.create_lora_training_client("fake").save_state("a").result(10).path
+        path = service.create_lora_training_client("fake").result().save_state("a").result(10).path
         with pytest.raises(tinkex.RequestFailedError, match="no checkpoint"):
-            stranger.create_training_client_from_state(path)
+            stranger.create_training_client_from_state(path).result()
 
 
 def test_a_closed_backend_says_so(tmp_path: Path) -> None:
     engine = FakeEngine()
     with LocalBackend(engine=engine, data_dir=tmp_path) as backend:
         service = ServiceClient(base_url=backend.base_url)
-        client = service.create_lora_training_client("fake")
+        client = service.create_lora_training_client("fake").result()
     before = engine_threads()
     for call in (
         lambda: client.optim_step(STEP).result(5),
-        lambda: service.create_sampling_client(base_model="fake"),
+        lambda: service.create_sampling_client(base_model="fake").result(),
         lambda: service.get_server_capabilities(),
     ):
         began = time.monotonic()
@@ -241,7 +241,7 @@ def test_a_closed_backend_says_so(tmp_path: Path) -> None:
 def test_closing_a_backend_ends_what_waits(tmp_path: Path) -> None:
     backend = LocalBackend(engine=FakeEngine(delay=0.02), data_dir=tmp_path)
     service = ServiceClient(base_url=backend.base_url)
-    sampler = service.create_sampling_client(base_model="fake")
+    sampler = service.create_sampling_client(base_model="fake").result()
     future = sampler.sample(tinkex.ModelInput.from_ints([1]), 1, tinkex.SamplingParams(max_tokens=100_000))
     time.sleep(0.2)
     backend.close()
@@ -285,7 +285,7 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptu
         LocalBackend(engine=engine, data_dir=tmp_path) as backend,
         ServiceClient(base_url=backend.base_url) as service,
     ):
-        client = service.create_lora_training_client(engine.models()[0].name, rank=4)
+        client = service.create_lora_training_client(engine.models()[0].name, rank=4).result()
         for name in ("a", "b"):
             with pytest.raises(
                 tinkex.RequestFailedError, match=f"weights/{name} was not saved: the server's disk is full"

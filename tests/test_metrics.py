@@ -269,7 +269,7 @@ def test_the_process_has_one_set_of_numbers_and_configuring_starts_it_afresh(fre
 def test_a_clients_requests_are_counted(fresh: None, fake_service: Callable[..., ServiceClient]) -> None:
     metrics.reset()
     service = fake_service()
-    service.create_lora_training_client("fake", rank=4).save_weights_and_get_sampling_client()
+    service.create_lora_training_client("fake", rank=4).result().save_weights_and_get_sampling_client().result()
     seen = metrics.snapshot()
     assert seen.counters["tinkex_requests_total"] == seen.counters["tinkex_requests_success"] >= 3
     took = seen.histograms["tinkex_request_duration_ms"]

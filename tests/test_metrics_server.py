@@ -242,7 +242,7 @@ def test_too_many_open_requests_hold_samples_up_and_fail_training_in_band(serve:
 def test_a_client_waits_until_there_is_room_for_its_samples(serve: Serve) -> None:
     wire = serve(limits=Limits(open_requests=3))
     with tinkex.ServiceClient(base_url=wire.url) as service:
-        sampler = service.create_sampling_client(base_model="fake")
+        sampler = service.create_sampling_client(base_model="fake").result()
         prompt, params = tinkex.ModelInput.from_ints([5, 6]), tinkex.SamplingParams(max_tokens=2)
         futures = [sampler.sample(prompt, 1, params) for _ in range(8)]
         assert all(future.result(15).sequences for future in futures)

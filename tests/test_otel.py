@@ -342,7 +342,7 @@ def test_the_requests_of_a_client_are_spans_of_where_they_were_made(stand_in: St
         with faulty_server() as server, ServiceClient(base_url=server.base_url) as service:
             server.script("retrieve_future", Answer(body={"model_id": "s:train:0"}), Answer(body={"metrics": {}}))
             server.script("optim_step", Answer(body={"request_id": "r"}))
-            client = service.create_lora_training_client("m")
+            client = service.create_lora_training_client("m").result()
             outer = stand_in.start_span("my step", "internal", {})
             token = stand_in.attach({"span": outer})
             future = client.optim_step(AdamParams(learning_rate=0.1))

@@ -89,7 +89,7 @@ def test_a_lifetime_is_a_positive_whole_number_or_none(value: Any) -> None:
         with pytest.raises(ValueError, match="ttl_seconds"):
             rest.set_checkpoint_ttl_from_tinker_path("tinker://r/weights/a", value)
     else:
-        rest.set_checkpoint_ttl_from_tinker_path("tinker://r/weights/a", value).cancel()
+        rest.set_checkpoint_ttl_from_tinker_path("tinker://r/weights/a", value).future().cancel()
 
 
 # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -265,7 +265,7 @@ def held_fetches(faulty: FaultyServer, *keys: str | None, together: int = 1) -> 
     faulty.script("forward_backward", Answer(body={"request_id": "r"}))
     services = [ServiceClient(base_url=faulty.base_url, api_key=key) for key in keys]
     try:
-        clients = [service.create_lora_training_client("m") for service in services]
+        clients = [service.create_lora_training_client("m").result() for service in services]
         passes = [client.forward_backward(DATA, "cross_entropy") for client in clients]
         for future in passes:
             assert future.result(10) == LOGPROBS
@@ -577,7 +577,7 @@ def service(faulty: FaultyServer) -> Iterator[ServiceClient]:
 def test_an_observer_an_event_and_the_log_hear_the_queues_reason(
     faulty: FaultyServer, service: ServiceClient, heard: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = service.create_lora_training_client("m")
+    client = service.create_lora_training_client("m").result()
     found: list[tuple[Any, ...]] = []
     faulty.script(
         "retrieve_future", paused(), paused(), Answer(408, {"queue_state": "active"}), paused("worse"), STEPPED
@@ -623,7 +623,7 @@ def test_every_kind_of_call_takes_an_observer_of_any_form(
     found: list[Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    client = service.create_lora_training_client("m")
+    client = service.create_lora_training_client("m").result()
     faulty.script("forward_backward", Answer(body={"request_id": "pass"}))
     faulty.script("save_weights", Answer(body={"request_id": "save"}))
     results = {"pass": PASSED, "save": Answer(body={"path": "tinker://m/weights/a"}), "r": STEPPED}
@@ -631,7 +631,7 @@ def test_every_kind_of_call_takes_an_observer_of_any_form(
         lambda: client.forward(DATA, "cross_entropy", queue_state_observer=observer),
         lambda: client.optim_step(STEP, queue_state_observer=observer),
         lambda: client.save_state("a", queue_state_observer=observer),
-        lambda: client.retrieve("r", "optim_step", queue_state_observer=observer),
+        lambda: client.receipts.retrieve("r", "optim_step", queue_state_observer=observer),
     ]
     for call in calls:
         observer.found.clear()
@@ -652,7 +652,7 @@ def test_the_clients_own_observer_can_be_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(queue_states.GRACE_SECONDS, "Training", 0.0)
-    client = service.create_lora_training_client("m")
+    client = service.create_lora_training_client("m").result()
     client.on_queue_state_change("paused_rate_limit")
     assert caplog.messages[-1] == "Training is paused for m. Reason: concurrent training clients rate limit hit"
     said = len(caplog.messages)
@@ -676,14 +676,14 @@ def test_long_pauses_of_training_are_logged(
     """The same state is repeated by each poll, and the log has to hear all of them."""
     monkeypatch.setitem(queue_states.GRACE_SECONDS, "Training", 0.3)
     pauses: list[Answer | Callable[[Seen], Answer]] = [replace(paused(), delay=0.1) for _ in range(8)]
-    client = service.create_lora_training_client("m")
+    client = service.create_lora_training_client("m").result()
     if kind == "training":
         faulty.script("retrieve_future", *pauses, STEPPED)
         client.optim_step(STEP).result(10)
     else:
         faulty.script("retrieve_future", *pauses, Answer(body={"model_id": "m"}))
         with ServiceClient(base_url=faulty.base_url) as other:
-            other.create_lora_training_client("m").get_telemetry()
+            other.create_lora_training_client("m").result().get_telemetry()
     name = {"training": "m", "creation": "s:train:0"}[kind]
     lines = [record.message for record in caplog.records if "paused" in record.message]
     assert lines == [f"Training is paused for {name}. Reason: busy"]
@@ -695,7 +695,7 @@ def test_the_end_of_a_request_ends_its_pause(
 ) -> None:
     """Two pauses that are shorter than the time are not one long pause, whether requests succeed or fail."""
     monkeypatch.setitem(queue_states.GRACE_SECONDS, "Training", 0.3)
-    client = service.create_lora_training_client("m")
+    client = service.create_lora_training_client("m").result()
     for last in (STEPPED, Answer(body={"error": "no", "category": "user"}), STEPPED):
         faulty.script("retrieve_future", *[replace(paused(), delay=0.08) for _ in range(3)], last)
         with contextlib.suppress(tinkex.RequestFailedError):
@@ -713,7 +713,7 @@ def test_the_queue_of_a_sampler_is_observed_as_well(
         [types.SampledSequence("length", tokens_np=np.array([7], np.int32), logprobs_np=np.array([-1.0], np.float32))]
     )
     faulty.script("retrieve_future", paused(), Answer(body=codec.encode(drawn).data, content_type=codec.PROTOBUF))
-    sampler = service.create_sampling_client(base_model="m")
+    sampler = service.create_sampling_client(base_model="m").result()
     watcher = States()
     prompt = types.ModelInput.from_ints([1])
     sampler.sample(prompt, 1, types.SamplingParams(), queue_state_observer=watcher).result(5)
@@ -793,7 +793,7 @@ def test_a_crash_while_polling_is_an_error_of_its_call_and_the_client_lives(
     finally:
         tinkex.configure()
     with other:
-        client = other.create_lora_training_client("m")
+        client = other.create_lora_training_client("m").result()
         faulty.script("retrieve_future", Answer(500), STEPPED)
         with pytest.raises(ZeroDivisionError, match="own function"):
             client.optim_step(STEP).result(5)
@@ -801,7 +801,7 @@ def test_a_crash_while_polling_is_an_error_of_its_call_and_the_client_lives(
 
 
 def test_a_poll_that_is_given_up_ends(faulty: FaultyServer, service: ServiceClient) -> None:
-    client = service.create_lora_training_client("m")
+    client = service.create_lora_training_client("m").result()
     faulty.script("retrieve_future", Answer(body={"type": "try_again", "retry_after_ms": 20}))
     future = client.optim_step(STEP)
     while count(faulty) < 4:
@@ -822,13 +822,13 @@ def test_a_lasting_fault_is_logged_once(
 
 def test_polls_of_several_threads_do_not_share_their_state(faulty: FaultyServer, service: ServiceClient) -> None:
     """Two at once, one failing: each has its own count of failures and its own outcome."""
-    client = service.create_lora_training_client("m")
+    client = service.create_lora_training_client("m").result()
     answers = {"good": STEPPED, "bad": Answer(body={"error": "no"})}
     faulty.script("retrieve_future", lambda seen: answers[seen.json["request_id"]])
     found: dict[str, Any] = {}
 
     def ask(name: str) -> None:
-        found[name] = client.retrieve(name, "optim_step").exception(5)
+        found[name] = client.receipts.retrieve(name, "optim_step").exception(5)
 
     threads = [threading.Thread(target=ask, args=(name,)) for name in answers]
     for thread in threads:

@@ -552,7 +552,7 @@ def test_what_was_published_can_be_read_by_others_and_changed_by_none(records: R
 
 @pytest.mark.covers("S24")
 def test_our_client_finds_copies_and_resumes(service: ServiceClient, base_url: str) -> None:
-    client = service.create_lora_training_client(MODEL, rank=4, seed=3)
+    client = service.create_lora_training_client(MODEL, rank=4, seed=3).result()
     data = make_data(types)
     train(client, types, data, 2)
     saved = client.save_state("here").result(60).path
@@ -562,9 +562,9 @@ def test_our_client_finds_copies_and_resumes(service: ServiceClient, base_url: s
     assert run.last_checkpoint is not None
     assert run.last_checkpoint.tinker_path == saved
     copied = rest.copy_weights(saved, "project", ttl_seconds=7200).result(20)
-    resumed = service.create_training_client_from_state_with_optimizer(copied)
+    resumed = service.create_training_client_from_state_with_optimizer(copied).result()
     assert train(resumed, types, data, 2) == straight
-    afresh = service.create_training_client_from_state(copied)
+    afresh = service.create_training_client_from_state(copied).result()
     assert train(afresh, types, data, 2) != straight
     rest.publish_checkpoint_from_tinker_path(copied).result(20)
     rest.set_checkpoint_ttl_from_tinker_path(copied, None).result(20)

@@ -114,7 +114,7 @@ class Place:
 
     def run(self, *losses: float) -> TrainingClient:
         """A run with a checkpoint for each loss, and a step between one and the next."""
-        client = self.service.create_lora_training_client("fake", rank=4)
+        client = self.service.create_lora_training_client("fake", rank=4).result()
         data = [types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})]
         for number, loss in enumerate(losses):
             client.forward_backward(data, "cross_entropy")
@@ -333,7 +333,7 @@ def test_runs_are_looked_at_one_after_another(place: Place, heard: Heard) -> Non
     under_way, most, looked = 0, 0, list[str]()
 
     class Slow:
-        async def get_training_run_async(self, run_id: str) -> TrainingRun:
+        async def get_training_run(self, run_id: str) -> TrainingRun:
             nonlocal under_way, most
             under_way += 1
             most = max(most, under_way)

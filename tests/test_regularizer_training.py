@@ -50,7 +50,7 @@ def engine() -> Recording:
 
 @pytest.fixture
 def client(fake_service: Callable[..., ServiceClient], engine: Recording) -> TrainingClient:
-    return fake_service(engine).create_lora_training_client("fake", rank=4)
+    return fake_service(engine).create_lora_training_client("fake", rank=4).result()
 
 
 def datum(*tokens: int, **inputs: Any) -> types.Datum:
@@ -236,7 +236,7 @@ async def test_the_asynchronous_call_takes_regularizers_and_their_code_runs_else
 
 
 def test_regularizers_of_a_loss_that_the_server_could_run(service: ServiceClient) -> None:
-    client = service.create_lora_training_client(MODEL, rank=4, seed=1)
+    client = service.create_lora_training_client(MODEL, rank=4, seed=1).result()
 
     def negated(logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return -logprobs.sum(), {}
@@ -256,7 +256,7 @@ def test_a_regularizer_trains(service: ServiceClient) -> None:
     def nothing(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         return 0 * logprobs[0].sum(), {}
 
-    ours, theirs = (service.create_lora_training_client(MODEL, rank=4, seed=1) for _ in range(2))
+    ours, theirs = (service.create_lora_training_client(MODEL, rank=4, seed=1).result() for _ in range(2))
     for _ in range(3):
         custom = ours.forward_backward_custom(data, nothing, regularizers=[RegularizerSpec(L1(), 1.0)])
         plain = theirs.forward_backward(data, "cross_entropy")

@@ -140,7 +140,7 @@ def weights_of(world: World, path: str) -> Any:
 
 def undisturbed(world: World) -> tuple[list[float], Any]:
     with service_of(world) as service:
-        client = service.create_lora_training_client(world.model, rank=4, seed=3)
+        client = service.create_lora_training_client(world.model, rank=4, seed=3).result()
         losses = loop(client)
         return losses, weights_of(world, client.save_state("end").result(50).path)
 
@@ -157,7 +157,7 @@ def test_a_loop_that_loses_its_run_ends_with_the_weights_of_one_that_does_not(
 ) -> None:
     losses, weights = undisturbed(world)
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4, seed=3)
+        client = service.create_lora_training_client("fake", rank=4, seed=3).result()
         with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
             first = trainer.model_id
 
@@ -177,7 +177,7 @@ def test_a_loop_that_loses_its_run_ends_with_the_weights_of_one_that_does_not(
 def test_several_losses_one_after_the_other(world: World) -> None:
     losses, weights = undisturbed(world)
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4, seed=3)
+        client = service.create_lora_training_client("fake", rank=4, seed=3).result()
         with tinkex.resilient(client, every=3, policy=QUICK) as trainer:
             ways = {1: world.unload, 2: world.finish_session, 4: world.forget_everything, 6: world.unload}
             given = loop(trainer, before=lambda step: ways.get(step, lambda _: None)(trainer))
@@ -189,7 +189,7 @@ def test_several_losses_one_after_the_other(world: World) -> None:
 def test_a_loss_after_the_last_call_is_mended_when_the_block_is_left(world: World) -> None:
     _, weights = undisturbed(world)
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4, seed=3)
+        client = service.create_lora_training_client("fake", rank=4, seed=3).result()
         with tinkex.resilient(client, every=4, policy=QUICK) as trainer:
             loop(trainer)
             world.corrupt(trainer)
@@ -201,12 +201,12 @@ def test_a_loss_after_the_last_call_is_mended_when_the_block_is_left(world: Worl
 def test_samplers_stay_usable_and_give_what_they_gave(world: World, how: str) -> None:
     prompt, params = types.ModelInput.from_ints([5, 6]), types.SamplingParams(max_tokens=6, seed=1)
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4, seed=3)
+        client = service.create_lora_training_client("fake", rank=4, seed=3).result()
         with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
             loop(trainer, 3)
-            nameless = trainer.save_weights_and_get_sampling_client()
+            nameless = trainer.save_weights_and_get_sampling_client().result()
             path = trainer.save_weights_for_sampler("named").result(50).path
-            named = trainer.create_sampling_client(path)
+            named = trainer.create_sampling_client(path).result()
             before = [sampler.sample(prompt, 2, params).result(50) for sampler in (nameless, named)]
             getattr(world, how)(trainer)
             loop(trainer, 2)
@@ -222,12 +222,12 @@ def test_samplers_stay_usable_and_give_what_they_gave(world: World, how: str) ->
 
 def test_the_users_own_service_goes_on_after_its_session_was_lost(world: World) -> None:
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
             lost = trainer.holder.session_id
             world.finish_session(trainer)
             loop(trainer, 1)
-            other = service.create_lora_training_client("fake", rank=4)
+            other = service.create_lora_training_client("fake", rank=4).result()
             assert other.model_id.startswith(trainer.holder.session_id)
             assert trainer.holder.session_id != lost
 
@@ -254,7 +254,7 @@ async def test_the_same_in_an_event_loop(world: World) -> None:
 
 def test_only_what_comes_after_the_last_state_is_kept_and_old_states_are_deleted(world: World) -> None:
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         rest = tinkex.RestClient(base_url=world.url)
         with tinkex.resilient(client, every=2, keep=2, name="mine", policy=QUICK) as trainer:
             loop(trainer, 9)
@@ -281,7 +281,7 @@ def test_what_happens_is_told_on_the_bus_and_to_the_callback(world: World) -> No
     events.attach("test", names, lambda name, numbers, facts: heard.append((name, dict(numbers), dict(facts))))
     try:
         with service_of(world) as service:
-            client = service.create_lora_training_client("fake", rank=4, user_metadata={"who": "me"})
+            client = service.create_lora_training_client("fake", rank=4, user_metadata={"who": "me"}).result()
             with tinkex.resilient(client, every=2, policy=policy) as trainer:
                 loop(trainer, 2)
                 deadline = time.monotonic() + 10
@@ -317,7 +317,7 @@ def test_what_happens_is_told_on_the_bus_and_to_the_callback(world: World) -> No
 
 def test_a_mistake_is_the_callers_and_loses_nothing(world: World) -> None:
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
             with pytest.raises(ValueError, match="there is no loss"):
                 trainer.forward_backward([datum(1)], "nonsense")
@@ -334,7 +334,7 @@ def test_a_call_that_failed_is_not_made_again(world: World) -> None:
     wrong = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [1, 2, 3]})
     _, weights = undisturbed(world)
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4, seed=3)
+        client = service.create_lora_training_client("fake", rank=4, seed=3).result()
         with tinkex.resilient(client, every=50, policy=QUICK) as trainer:
             with pytest.raises(tinkex.TinkerError):
                 trainer.forward_backward([wrong], "cross_entropy").result(50)
@@ -346,7 +346,7 @@ def test_without_its_states_a_lost_run_is_lost(world: World) -> None:
     failed: list[Any] = []
     policy = RecoveryPolicy(enabled=True, max_attempts=2, backoff_ms=1, on_failure=lambda *facts: failed.append(facts))
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         trainer = tinkex.resilient(client, every=2, policy=policy)
 
         def go() -> None:
@@ -377,7 +377,7 @@ def test_a_run_that_is_lost_again_and_again_is_given_up(world: World) -> None:
             raise EngineError("the weights are gone", "server")
 
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         trainer = tinkex.resilient(client, every=2, policy=QUICK)
 
         def go() -> None:
@@ -392,7 +392,7 @@ def test_a_run_that_is_lost_again_and_again_is_given_up(world: World) -> None:
 
 def test_a_run_that_its_user_unloads_is_not_taken_up_again(world: World) -> None:
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
             loop(trainer, 1)
             trainer.unload_model()
@@ -414,7 +414,7 @@ def test_a_run_that_its_user_unloads_is_not_taken_up_again(world: World) -> None
 )
 def test_options_that_cannot_work_are_refused(world: World, options: dict[str, Any], message: str) -> None:
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         with pytest.raises(ValueError, match=message):
             tinkex.resilient(client, **options)
         with pytest.raises(ValueError, match="already"):
@@ -431,7 +431,7 @@ def test_with_a_real_model_the_weights_are_the_same_bits(tmp_path: Path, model_d
     try:
         losses, weights = undisturbed(world)
         with service_of(world) as service:
-            client = service.create_lora_training_client(MODEL, rank=4, seed=3)
+            client = service.create_lora_training_client(MODEL, rank=4, seed=3).result()
             with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
                 ways = {2: world.unload, 5: world.finish_session}
                 given = loop(trainer, before=lambda step: ways.get(step, lambda _: None)(trainer))
@@ -446,7 +446,7 @@ def test_with_a_real_model_the_weights_are_the_same_bits(tmp_path: Path, model_d
 
 def test_a_state_counts_only_once_everything_before_it_has_its_result(world: World) -> None:
     with service_of(world) as service:
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         with tinkex.resilient(client, every=50, policy=QUICK) as trainer:
             first = trainer.checkpoint
             open_pass, state = (_Entry(name, lambda _: Future(), Future(), False) for name in ("pass", "state"))

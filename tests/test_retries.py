@@ -405,7 +405,7 @@ def make(faulty: FaultyServer) -> Iterator[Callable[..., SamplingClient]]:
     def sampler(config: RetryConfig | None = None, **flags: Any) -> SamplingClient:
         faulty.script("client/config", Answer(body=flags))
         services.append(ServiceClient(base_url=faulty.base_url, api_key="tml-x"))
-        return services[-1].create_sampling_client(base_model="m", retry_config=config)
+        return services[-1].create_sampling_client(base_model="m", retry_config=config).result()
 
     yield sampler
     for service in services:

@@ -54,7 +54,7 @@ def gathered(chunks: list[SampleStreamChunk]) -> list[tuple[list[Any], list[Any]
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_stream_gives_what_sample_gives(service: ServiceClient, count: int) -> None:
     """Of the real engine, over a socket and in process."""
-    sampler = service.create_sampling_client(base_model=MODEL)
+    sampler = service.create_sampling_client(base_model=MODEL).result()
     params = SamplingParams(max_tokens=12, seed=11, temperature=0.8)
     expected = sampler.sample(PROMPT, count, params).result(20).sequences
     chunks = list(sampler.sample_stream(PROMPT, params, count))
@@ -63,7 +63,7 @@ def test_a_stream_gives_what_sample_gives(service: ServiceClient, count: int) ->
 
 
 def test_a_token_that_ends_a_sample_is_in_its_stream(service: ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model=MODEL)
+    sampler = service.create_sampling_client(base_model=MODEL).result()
     free = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=8, seed=4)).result(20).sequences[0].tokens
     params = SamplingParams(max_tokens=8, seed=4, stop=[free[3]])
     (tokens, _, reason), *_ = gathered(list(sampler.sample_stream(PROMPT, params)))
@@ -97,7 +97,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
             else:
                 url = stack.enter_context(LocalBackend(engine=engine, data_dir=tmp_path)).base_url
             service = stack.enter_context(ServiceClient(base_url=url))
-            return service.create_sampling_client(base_model="fake")
+            return service.create_sampling_client(base_model="fake").result()
 
         yield make
 
@@ -223,7 +223,7 @@ def test_a_failure_on_the_way_raises_what_sample_would(start: Callable[..., Samp
 def test_a_closed_client_says_so(start: Callable[..., SamplingClient], tmp_path: Path) -> None:
     with LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "own") as backend:
         service = ServiceClient(base_url=backend.base_url)
-        sampler = service.create_sampling_client(base_model="fake")
+        sampler = service.create_sampling_client(base_model="fake").result()
         service.close().result(10)
         with pytest.raises(RuntimeError, match="ServiceClient is closed"):
             sampler.sample_stream(PROMPT, SamplingParams(max_tokens=2))
@@ -261,7 +261,7 @@ def faulty() -> Iterator[FaultyServer]:
 @pytest.fixture
 def sampler(faulty: FaultyServer) -> Iterator[SamplingClient]:
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
-        yield service.create_sampling_client(base_model="m")
+        yield service.create_sampling_client(base_model="m").result()
 
 
 def read(sampler: SamplingClient, count: int = 1, **options: Any) -> list[SampleStreamChunk]:
@@ -374,7 +374,7 @@ def test_without_retries_back_pressure_is_an_error(faulty: FaultyServer) -> None
     faulty.script("stream_sample", Answer(429, {"detail": "busy"}))
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
         config = RetryConfig(enable_retry_logic=False)
-        sampler = service.create_sampling_client(base_model="m", retry_config=config)
+        sampler = service.create_sampling_client(base_model="m", retry_config=config).result()
         with pytest.raises(RateLimitError):
             read(sampler)
 
@@ -408,8 +408,8 @@ def test_a_sampler_that_is_not_there_is_not_taken_for_a_missing_endpoint(
 def test_closing_the_client_ends_its_streams(faulty: FaultyServer) -> None:
     faulty.script("stream_sample", streamed(token(1), done(1), pieces=2, pause=5))
     service = ServiceClient(base_url=faulty.base_url, api_key="tml-x")
-    stream: SampleStream = service.create_sampling_client(base_model="m").sample_stream(
-        PROMPT, SamplingParams(max_tokens=3)
+    stream: SampleStream = (
+        service.create_sampling_client(base_model="m").result().sample_stream(PROMPT, SamplingParams(max_tokens=3))
     )
     chunks = iter(stream)
     next(chunks)

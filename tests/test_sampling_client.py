@@ -63,7 +63,7 @@ def open_service(faulty: FaultyServer) -> Iterator[Callable[..., ServiceClient]]
 
 @pytest.fixture
 def sampler(open_service: Callable[..., ServiceClient]) -> SamplingClient:
-    return open_service().create_sampling_client(base_model="m")
+    return open_service().create_sampling_client(base_model="m").result()
 
 
 @pytest.fixture
@@ -92,15 +92,15 @@ def test_a_client_is_given_a_sampling_session_of_its_own(
     faulty: FaultyServer, open_service: Callable[..., ServiceClient]
 ) -> None:
     service = open_service()
-    first = service.create_sampling_client(base_model="m")
-    second = service.create_sampling_client(model_path="tinker://run/sampler_weights/a")
+    first = service.create_sampling_client(base_model="m").result()
+    second = service.create_sampling_client(model_path="tinker://run/sampler_weights/a").result()
     assert first.sampling_session_id == second.sampling_session_id == "x"
     sent = [seen.json for seen in faulty.requests("create_sampling_session")]
     assert [body["sampling_session_seq_id"] for body in sent] == [0, 1]
     assert [body.get("base_model") for body in sent] == ["m", None]
     assert [body.get("model_path") for body in sent] == [None, "tinker://run/sampler_weights/a"]
     with pytest.raises(ValueError, match="model_path or base_model"):
-        service.create_sampling_client()
+        service.create_sampling_client().result()
 
 
 @pytest.mark.covers("D02", "C66")
@@ -215,8 +215,8 @@ def test_a_429_pauses_by_size_or_as_the_server_asks_and_the_same_request_is_sent
 def test_clients_of_an_account_share_a_pause_and_others_do_not(
     faulty: FaultyServer, open_service: Callable[..., ServiceClient], small_pause: list[float]
 ) -> None:
-    first, second = (open_service("tml-a").create_sampling_client(base_model="m") for _ in range(2))
-    stranger = open_service("tml-b").create_sampling_client(base_model="m")
+    first, second = (open_service("tml-a").create_sampling_client(base_model="m").result() for _ in range(2))
+    stranger = open_service("tml-b").create_sampling_client(base_model="m").result()
     assert first._session.gate is second._session.gate
     assert first._session.gate is not stranger._session.gate
     normal: Callable[[Seen], Answer] = lambda seen: Answer(body={"request_id": f"q{seen.json['seq_id']}"})  # noqa: E731
@@ -259,7 +259,7 @@ def test_permits_are_held_while_submitting_and_not_while_waiting(
 ) -> None:
     monkeypatch.setattr(limits, "DISPATCHES", 2)
     faulty.script("retrieve_future", bulk(ONE, until=lambda: len(faulty.requests("asample")) == 8))
-    sampler = open_service("tml-permits").create_sampling_client(base_model="m")
+    sampler = open_service("tml-permits").create_sampling_client(base_model="m").result()
     futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(8)]
     for future in futures:
         future.result(10)  # which there is none of before all of them are submitted
@@ -291,7 +291,7 @@ def test_the_server_is_told_of_a_sample_that_nobody_wants(
     faulty.script("client/dynamic_config", Answer(body={"sample_cancel_enabled": enabled}))
     faulty.script("cancel_future", Answer(body={}))
     faulty.script("retrieve_future", bulk(ONE, delay=60))
-    sampler = open_service().create_sampling_client(base_model="m")
+    sampler = open_service().create_sampling_client(base_model="m").result()
     if how == "timeout":
         while not faulty.requests("retrieve_future"):  # the time may be over before it has come so far
             with pytest.raises(APITimeoutError):
@@ -311,7 +311,7 @@ def test_the_server_is_told_of_a_sample_that_nobody_wants(
 
 def test_a_sample_given_up_is_dropped_by_our_own_server(fake_service: Callable[..., ServiceClient]) -> None:
     engine = FakeEngine(step_delay=0.002)
-    sampler = fake_service(engine).create_sampling_client(base_model="fake")
+    sampler = fake_service(engine).create_sampling_client(base_model="fake").result()
     with pytest.raises(APITimeoutError):
         sampler.sample(PROMPT, 1, SamplingParams(max_tokens=10**6), timeout=0.2).result(10)
     wait_until(lambda: not engine.sampling())
@@ -348,12 +348,12 @@ def test_observers_of_log_probabilities_are_told(
 @pytest.mark.covers("C66", "4.1/12")
 def test_a_closed_client_says_so(open_service: Callable[..., ServiceClient]) -> None:
     service = open_service()
-    sampler = service.create_sampling_client(base_model="m")
+    sampler = service.create_sampling_client(base_model="m").result()
     service.close().result(10)
     for call in (
         lambda: sampler.sample(PROMPT, 1, PARAMS),
         lambda: sampler.compute_logprobs(PROMPT),
-        lambda: sampler.get_base_model(),
     ):
         with pytest.raises(RuntimeError, match="ServiceClient is closed"):
             call()
+    assert sampler.get_base_model() == "m"  # which needs no request

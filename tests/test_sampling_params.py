@@ -20,7 +20,7 @@ def greedy(**settings: Any) -> SamplingParams:
 
 
 def test_a_client_s_settings_reach_the_engine(service: ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model=MODEL)
+    sampler = service.create_sampling_client(base_model=MODEL).result()
     plain = sampler.sample(PROMPT, 1, greedy()).result(20).sequences[0]
     first, second = plain.tokens[:2]
     for changes in ({"bad_words": [[first]]}, {"logit_bias": {first: -100.0}}):
@@ -42,7 +42,7 @@ def test_a_client_s_settings_reach_the_engine(service: ServiceClient) -> None:
 
 @pytest.mark.parametrize("changes", [{"logit_bias": {10**6: 1.0}}, {"bad_words": [[10**6]]}])
 def test_a_token_outside_the_vocabulary_is_the_callers_fault(service: ServiceClient, changes: dict[str, Any]) -> None:
-    sampler = service.create_sampling_client(base_model=MODEL)
+    sampler = service.create_sampling_client(base_model=MODEL).result()
     with pytest.raises(TinkerError, match="outside the vocabulary"):
         sampler.sample(PROMPT, 1, greedy(**changes)).result(20)
 

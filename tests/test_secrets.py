@@ -299,8 +299,10 @@ def use(
     server.script("retrieve_future", Answer(body={"model_id": "s:train:0"}))
     server.script("optim_step", Answer(body={"request_id": "r"}))
     server.script("asample", Answer(body={"request_id": "q"}))
-    training = service.create_lora_training_client("m")
-    sampler = service.create_sampling_client(base_model="m", retry_config=RetryConfig(enable_retry_logic=False))
+    training = service.create_lora_training_client("m").result()
+    sampler = service.create_sampling_client(
+        base_model="m", retry_config=RetryConfig(enable_retry_logic=False)
+    ).result()
     server.script(
         "retrieve_future",
         Answer(408, {"queue_state": "paused_capacity", "queue_state_reason": f"busy with {KEY}"}),
@@ -422,7 +424,7 @@ def test_a_key_that_does_not_look_like_one_is_told_to_nobody_either(own: FaultyS
     own.script("optim_step", Answer(body={"request_id": "r"}))
     paused = Answer(408, {"queue_state": "paused_capacity", "queue_state_reason": f"busy with {GATE}"})
     with ServiceClient(base_url=own.base_url, api_key=GATE) as service:  # any key will do on this machine
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         for body in ({"error": f"for {GATE}"}, {"error": {"message": quote(GATE), "category": "user"}}, [GATE]):
             own.script("retrieve_future", paused, Answer(body=body))
             with failing(everything):
@@ -499,7 +501,9 @@ def test_the_token_of_another_account_is_told_to_nobody(own: FaultyServer, every
             for path in ("weights_info", "create_model", "load_weights"):
                 own.script(path, echo(status))
             with failing(everything):
-                service.create_training_client_from_state("tinker://run/weights/x", weights_access_token=OTHER_KEY)
+                service.create_training_client_from_state(
+                    "tinker://run/weights/x", weights_access_token=OTHER_KEY
+                ).result()
     own.script("copy_weights", echo(403))
     with RestClient(base_url=own.base_url, api_key=KEY) as rest, failing(everything):
         rest.copy_weights("tinker://run/weights/x", "project", weights_access_token=OTHER_KEY).result(10)
@@ -536,7 +540,7 @@ def test_the_hubs_token_and_signed_addresses_are_told_to_nobody(
         serving(FakeEngine(), tmp_path / "data", api_key=KEY) as url,
         ServiceClient(base_url=url, api_key=KEY) as service,
     ):
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         path = client.save_weights_for_sampler("final").result(20).path
         [directory] = (tmp_path / "data" / "checkpoints").glob("*/sampler_weights/final")
         (directory / "adapter_config.json").write_text('{"r": 4}')
@@ -601,12 +605,12 @@ def test_a_server_keeps_and_tells_no_key(everything: Everything, tmp_path: Path,
     data = tmp_path / "data"
     with serving(FakeEngine(), data, api_key=KEY, tokens=tokens) as url:
         with ServiceClient(base_url=url, api_key=KEY) as service:
-            client = service.create_lora_training_client("fake", rank=4)
+            client = service.create_lora_training_client("fake", rank=4).result()
             client.forward_backward(DATA, "cross_entropy")
             client.optim_step(STEP)
             path = client.save_state("s").result(20).path
             client.load_state(path, weights_access_token=OTHER_KEY).exception(20)
-            client.save_weights_and_get_sampling_client().sample(PROMPT, 1, PARAMS).result(20)
+            client.save_weights_and_get_sampling_client().result().sample(PROMPT, 1, PARAMS).result(20)
             policy = RecoveryPolicy(enabled=True, max_attempts=1, checkpoint_strategy=("specific", path))
             executor = Executor(2)
             executor.recover(client.model_id, service, policy)
@@ -634,7 +638,7 @@ def test_keys_that_are_made_are_kept_as_hashes(everything: Everything, tmp_path:
     NEEDLES[key] = forms(key)
     try:
         with serving(FakeEngine(), tmp_path) as url, ServiceClient(base_url=url, api_key=key) as service:
-            service.create_lora_training_client("fake", rank=4).save_state("s").result(20)
+            service.create_lora_training_client("fake", rank=4).result().save_state("s").result(20)
             everything.show(service)
         everything.read(tmp_path)
         everything.check()
@@ -662,7 +666,7 @@ def test_breaking_the_redaction_is_noticed(
     with ServiceClient(base_url=own.base_url, api_key=KEY) as service:
         own.script("create_session", echo_of(KEY)(401))
         with failing(everything):
-            service.create_lora_training_client("m")
+            service.create_lora_training_client("m").result()
     with pytest.raises(AssertionError, match=f"{KEY[:6]}…"):
         everything.check()
     everything.parts[:] = [("nothing", "")] * 21

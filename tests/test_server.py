@@ -790,7 +790,7 @@ def test_a_result_that_is_read_has_its_size_noted(tmp_path: Path) -> None:
     from tinkex import LocalBackend
 
     with LocalBackend(data_dir=tmp_path, engine=FakeEngine()) as backend, ServiceClient(base_url=backend.base_url) as s:
-        s.create_lora_training_client("fake").save_state("a").result(10)
+        s.create_lora_training_client("fake").result().save_state("a").result(10)
         app = backend._exchange._app  # type: ignore[union-attr]
         sizes = [promise.size for promise in app.state.server.promises._promises.values()]
     assert len(sizes) == 2
@@ -1120,7 +1120,10 @@ def test_a_server_whose_engine_died_says_so_instead_of_waiting(tmp_path: Path) -
 
     with serving(engine, tmp_path) as url, ServiceClient(base_url=url) as service:
         wire = Wire(url)
-        client, sampler = service.create_lora_training_client("fake"), service.create_sampling_client(base_model="fake")
+        client, sampler = (
+            service.create_lora_training_client("fake").result(),
+            service.create_sampling_client(base_model="fake").result(),
+        )
         assert wire.get("healthz") == {"status": "ok"}
         drawing = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=10_000))
         engine.sample_step = gone  # type: ignore[method-assign]

@@ -71,7 +71,7 @@ def service(faulty: FaultyServer) -> Iterator[ServiceClient]:
 def made(service: ServiceClient, method: str, twin: str, *args: Any, **named: Any) -> Any:
     """Call a method or its async twin."""
     if twin == "sync":
-        return getattr(service, method)(*args, **named)
+        return getattr(service, method)(*args, **named).result()
 
     async def call() -> Any:
         return await getattr(service, f"{method}_async")(*args, **named)
@@ -164,9 +164,10 @@ def test_a_sampler_of_nothing_is_refused_before_anything_is_sent(
 ) -> None:
     with pytest.raises(ValueError, match="model_path or base_model"):
         made(service, "create_sampling_client", twin)
+    assert faulty.seen == []
     with pytest.raises(ValueError, match="tinker://"):
         made(service, "create_sampling_client", twin, model_path="/tmp/weights")
-    assert faulty.seen == []
+    assert faulty.requests("create_sampling_session") == []
 
 
 @pytest.mark.covers("24.service.7")
@@ -181,7 +182,7 @@ def test_two_services_share_nothing_of_each_other(faulty: FaultyServer) -> None:
         ServiceClient(base_url=faulty.base_url, api_key=KEY, user_metadata={"who": "a"}) as a,
         ServiceClient(base_url=faulty.base_url, api_key="tml-other", project_id="p") as b,
     ):
-        clients = [service.create_lora_training_client("m") for service in (a, b)]
+        clients = [service.create_lora_training_client("m").result() for service in (a, b)]
         assert [client.model_seq_id for client in clients] == [0, 0]
         assert [client.holder.session_id for client in clients] == ["a", "b"]
         assert [client.holder.client_config.fwdbwd_max_chunk_len for client in clients] == [1, 1024]
@@ -204,7 +205,7 @@ def test_a_rest_client_of_a_service_ends_nothing_when_it_is_closed(
     faulty.script(
         "training_runs", Answer(body={"training_runs": [], "cursor": {"offset": 0, "limit": 1, "total_count": 0}})
     )
-    client = service.create_lora_training_client("m")
+    client = service.create_lora_training_client("m").result()
     with pytest.warns(FutureWarning, match="RestClient"):
         rest = service.create_rest_client()
     with rest:
@@ -226,6 +227,7 @@ def test_a_run_of_a_state_has_the_shape_that_its_checkpoint_says(
     faulty: FaultyServer, service: ServiceClient, method: str, twin: str
 ) -> None:
     info = {"base_model": "big", "is_lora": True, "lora_rank": 8, "train_mlp": False, "train_unembed": None}
+    faulty.script("client/config", Answer(404))
     faulty.script("weights_info", Answer(body=info | {"optimizer_config": {"type": "dimuon", "version": 1}}))
     client = made(
         service,
@@ -266,8 +268,7 @@ def test_a_run_of_a_state_has_the_shape_that_its_checkpoint_says(
 def test_a_run_of_a_state_is_made_in_one_request_where_the_server_can(
     faulty: FaultyServer, service: ServiceClient, method: str, twin: str
 ) -> None:
-    faulty.script("client/config", Answer(body={"create_model_via_load_weights": True}))
-    service.create_lora_training_client("m")
+    service.create_lora_training_client("m").result()
     options = {} if method else {"optimizer": types.DimuonOptimizerConfig()}
     client = made(
         service,
@@ -299,7 +300,8 @@ def test_a_run_of_a_state_is_made_in_one_request_where_the_server_can(
 
 
 def test_an_optimizer_that_is_given_wins_over_the_checkpoints(faulty: FaultyServer, service: ServiceClient) -> None:
-    service.create_training_client_from_state(STATE, "mine", optimizer=types.DimuonOptimizerConfig())
+    faulty.script("client/config", Answer(404))
+    service.create_training_client_from_state(STATE, "mine", optimizer=types.DimuonOptimizerConfig()).result()
     created = faulty.requests("create_model")[0].json
     assert created["base_model"] == "mine"
     assert created["optimizer_config"] == {"type": "dimuon", "version": 1}
@@ -319,6 +321,7 @@ def test_a_state_that_cannot_be_loaded_leaves_no_run_behind(
     faulty: FaultyServer, service: ServiceClient, failure: str, twin: str
 ) -> None:
     """The run made for it is let go, and its number is not used again."""
+    faulty.script("client/config", Answer(404))
     faulty.script("load_weights", FAILURES[failure])
     with pytest.raises(tinkex.TinkerError, match=r"no such state|load_weights"):
         made(service, "create_training_client_from_state", twin, STATE)
@@ -326,36 +329,28 @@ def test_a_state_that_cannot_be_loaded_leaves_no_run_behind(
     assert [seen.json for seen in faulty.requests("unload_model")] == [
         {"model_id": "s:train:0", "type": "unload_model"}
     ]
-    assert service.create_lora_training_client("m").model_id == "s:train:1"
+    assert service.create_lora_training_client("m").result().model_id == "s:train:1"
 
 
 @pytest.mark.covers("D04")
 def test_a_load_that_is_given_up_leaves_no_run_behind(faulty: FaultyServer, service: ServiceClient) -> None:
+    faulty.script("client/config", Answer(404))
     faulty.script("load_weights", Answer(body={"request_id": "load-"}, delay=5))
-
-    async def give_up() -> None:
-        creating = asyncio.ensure_future(service.create_training_client_from_state_async(STATE))
-        while not faulty.requests("load_weights"):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        creating.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await creating
-
-    asyncio.run(give_up())
-    future = service.holder.start(service._from_state(STATE, False, None, None, None, None))
-    wait_until(lambda: len(faulty.requests("load_weights")) == 2)
-    future.cancel()
+    creating = service.create_training_client_from_state(STATE)
+    wait_until(lambda: len(faulty.requests("load_weights")) == 1)
+    creating.future().cancel()
     wait_until(lambda: faulty.requests("unload_model"))
-    assert faulty.requests("unload_model")[0].json["model_id"] == "s:train:1"
+    assert faulty.requests("unload_model")[0].json["model_id"] == "s:train:0"
 
 
 @pytest.mark.covers("D04")
 def test_the_error_does_not_wait_for_the_run_to_be_let_go(faulty: FaultyServer, service: ServiceClient) -> None:
+    faulty.script("client/config", Answer(404))
     faulty.script("load_weights", Answer(404, {"detail": "no such state"}))
     gate = threading.Event()
     faulty.script("unload_model", Answer(until=gate.is_set))
     with pytest.raises(tinkex.NotFoundError, match="no such state"):
-        service.create_training_client_from_state(STATE)
+        service.create_training_client_from_state(STATE).result()
     assert not gate.is_set()
     gate.set()
 
@@ -378,6 +373,7 @@ def test_the_error_does_not_wait_for_the_run_to_be_let_go(faulty: FaultyServer, 
 def test_a_checkpoint_that_is_no_adapter_makes_no_run(
     faulty: FaultyServer, service: ServiceClient, info: dict[str, Any], error: type[Exception], words: str, twin: str
 ) -> None:
+    faulty.script("client/config", Answer(404))
     faulty.script("weights_info", Answer(body={"base_model": "m", **info}))
     with pytest.raises(error, match=words):
         made(service, "create_training_client_from_state", twin, STATE)
@@ -404,7 +400,7 @@ def test_async_creators_do_not_block_the_callers_loop(faulty: FaultyServer, serv
 
         return answer
 
-    faulty.script("weights_info", after_ticks({"base_model": "m", "is_lora": True, "lora_rank": 8}))
+    faulty.script("get_info", after_ticks({"model_id": "m", "model_data": {"model_name": "m"}}))
     faulty.script("load_weights", after_ticks({"request_id": "load-"}))
 
     async def tick() -> None:
@@ -434,7 +430,7 @@ def test_every_creator_has_an_async_twin_that_takes_the_same() -> None:
     for name in set(names) - waited_for:
         plain, twin = getattr(ServiceClient, name), getattr(ServiceClient, f"{name}_async")
         assert inspect.signature(plain) == inspect.signature(twin)
-        assert inspect.iscoroutinefunction(twin)
+        assert asyncio.iscoroutinefunction(twin)
 
 
 # ── custom losses ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -460,7 +456,7 @@ def uploading(faulty: FaultyServer) -> FaultyServer:
 
 
 def test_a_custom_loss_is_uploaded_and_used_by_its_name(uploading: FaultyServer, service: ServiceClient) -> None:
-    client = service.create_lora_training_client("m")
+    client = service.create_lora_training_client("m").result()
     handle = service.create_custom_loss(weighted, RANKS).result(10)
     assert (handle.name, handle.loss_id, handle.session_id) == ("weighted", "loss-1", "s")
     (created,) = uploading.requests("create_custom_loss")
@@ -523,7 +519,7 @@ def test_a_custom_loss_of_another_session_is_refused(faulty: FaultyServer, servi
     faulty.script("create_session", Answer(body={"session_id": "t"}))
     faulty.script("sessions/t/finish", Answer())
     with ServiceClient(base_url=faulty.base_url) as stranger:
-        client = stranger.create_lora_training_client("m")
+        client = stranger.create_lora_training_client("m").result()
         with pytest.raises(ValueError, match="belongs to another session"):
             client.forward_backward_custom(DATA, handle)
     assert faulty.requests("forward_backward") == []
@@ -532,7 +528,7 @@ def test_a_custom_loss_of_another_session_is_refused(faulty: FaultyServer, servi
 def test_a_custom_loss_is_computed_here_where_the_server_takes_none(
     faulty: FaultyServer, service: ServiceClient
 ) -> None:
-    client = service.create_lora_training_client("m")
+    client = service.create_lora_training_client("m").result()
     handle = service.create_custom_loss(weighted, RANKS).result(10)
     assert handle.loss_id is None
     metrics = client.forward_backward_custom(DATA, handle).result(10).metrics
@@ -560,7 +556,7 @@ def test_a_custom_loss_trains_a_model_as_a_plain_function_does(server_url: str) 
         return -logprobs.sum(), {}
 
     with ServiceClient(base_url=server_url) as service:
-        one, two = (service.create_lora_training_client(MODEL, rank=4, seed=7) for _ in range(2))
+        one, two = (service.create_lora_training_client(MODEL, rank=4, seed=7).result() for _ in range(2))
         handle = service.create_custom_loss(traced, {"logprobs": 1}).result(10)
         for client, loss in ((one, plain), (two, handle)):
             client.forward_backward_custom(data, loss).result(20)

@@ -20,6 +20,7 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import Clock, settled, wait_until
 from tinkex import ServiceClient
 from tinkex.config import Config
+from tinkex.futures import start
 from tinkex.session import Session, shadow_of
 from tinkex.transport import HttpExchange
 
@@ -419,7 +420,7 @@ def test_after_closing_there_is_no_further_heartbeat(faulty: FaultyServer) -> No
 def test_a_session_is_found_again_by_its_copies_and_kept_alive_by_them(faulty: FaultyServer) -> None:
     """The client that opened it is gone without a word; one shadow beats for both copies, and does not end it."""
     service = ServiceClient(base_url=faulty.base_url)
-    pickled = pickle.dumps(service.create_sampling_client(base_model="m"))
+    pickled = pickle.dumps(service.create_sampling_client(base_model="m").result())
     del service
     gc.collect()
     time.sleep(0.15)
@@ -427,8 +428,9 @@ def test_a_session_is_found_again_by_its_copies_and_kept_alive_by_them(faulty: F
     first, second = pickle.loads(pickled), pickle.loads(pickled)
     assert first.holder is second.holder
     assert first.holder.session_id == "s"
-    faulty.script("samplers/s:sample:0", Answer(body={"sampler_id": "s:sample:0", "base_model": "m"}))
     assert first.get_base_model() == second.get_base_model() == "m"
+    assert faulty.requests("samplers/s:sample:0") == []
+    start(first.holder.opened()).result(5)
     wait_until(lambda: len(beats(faulty)) >= before + 2)
     assert {beat.json["session_id"] for beat in beats(faulty)} == {"s"}
     assert len(faulty.requests("create_session")) == 1

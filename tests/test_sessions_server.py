@@ -302,7 +302,7 @@ def test_a_link_to_a_trace_cannot_be_made_up_or_used_later(wire: Wire, monkeypat
 def test_a_program_with_its_own_backend_gets_the_trace_as_a_file(tmp_path: Path) -> None:
     backend = tinkex.LocalBackend(engine=FakeEngine(), data_dir=tmp_path)
     with backend, tinkex.ServiceClient(base_url=backend.base_url) as service:
-        service.create_lora_training_client("fake", rank=4)
+        service.create_lora_training_client("fake", rank=4).result()
         rest = RestClient(base_url=backend.base_url)
         (session,) = rest.list_sessions().result(10).sessions
         url = rest.export_session_trace(session).result(10)

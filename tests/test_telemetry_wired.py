@@ -61,8 +61,8 @@ def test_a_session_tells_its_beginning_and_its_end(hosted: FaultyServer) -> None
         service.get_server_capabilities()
         reporter = service.get_telemetry()
         assert reporter is not None
-        assert service.create_lora_training_client("m").get_telemetry() is reporter
-        assert service.create_sampling_client(base_model="m").get_telemetry() is reporter
+        assert service.create_lora_training_client("m").result().get_telemetry() is reporter
+        assert service.create_sampling_client(base_model="m").result().get_telemetry() is reporter
         assert reporter.flush(sync=True)
         assert kinds(hosted) == ["SESSION_START"]
     wait_until(lambda: "SESSION_END" in kinds(hosted))
@@ -76,14 +76,14 @@ def test_a_session_tells_its_beginning_and_its_end(hosted: FaultyServer) -> None
 @pytest.mark.covers("1.6/5", "W03")
 def test_a_failed_call_is_told_once_and_without_the_key(hosted: FaultyServer) -> None:
     with ServiceClient(api_key=KEY) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         hosted.script("optim_step", Answer(500, {"detail": f"bad key {KEY}"}, headers={"x-should-retry": "false"}))
         with pytest.raises(tinkex.InternalServerError):
             client.optim_step(STEP).result(10)
         wait_until(lambda: "UNHANDLED_EXCEPTION" in kinds(hosted))
         hosted.script("create_sampling_session", Answer(404, {"detail": f"no model for {KEY}"}))
         with pytest.raises(tinkex.NotFoundError):
-            service.create_sampling_client(base_model="nothing")
+            service.create_sampling_client(base_model="nothing").result()
         wait_until(lambda: "GENERIC_EVENT" in kinds(hosted))
     wait_until(lambda: "SESSION_END" in kinds(hosted))
     events = told(hosted)
@@ -101,15 +101,17 @@ def test_a_failed_call_is_told_once_and_without_the_key(hosted: FaultyServer) ->
 DATA = [tinkex.types.Datum(PROMPT, {"target_tokens": [2, 3, 4]})]
 PATH = "tinker://run/weights/x"
 ENTRIES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "get_info": lambda service, training, sampler: service.create_lora_training_client("m").result(),
     "get_server_capabilities": lambda service, training, sampler: service.get_server_capabilities(),
-    "create_model": lambda service, training, sampler: service.create_lora_training_client("m"),
-    "create_sampling_session": lambda service, training, sampler: service.create_sampling_client(base_model="m"),
-    "weights_info": lambda service, training, sampler: service.create_training_client_from_state(PATH),
+    "create_model": lambda service, training, sampler: service.create_lora_training_client("m").result(),
+    "create_sampling_session": lambda service, training, sampler: service.create_sampling_client(
+        base_model="m"
+    ).result(),
+    "load_weights": lambda service, training, sampler: service.create_training_client_from_state(PATH).result(),
     "forward_backward": lambda service, training, sampler: training.forward_backward(DATA, "cross_entropy").result(10),
     "optim_step": lambda service, training, sampler: training.optim_step(STEP).result(10),
     "save_weights": lambda service, training, sampler: training.save_state("x").result(10),
     "save_weights_for_sampler": lambda service, training, sampler: training.save_weights_for_sampler("x").result(10),
-    "get_info": lambda service, training, sampler: training.get_info(),
     "asample": lambda service, training, sampler: sampler.sample(PROMPT, 1, PARAMS).result(10),
 }
 
@@ -118,7 +120,10 @@ ENTRIES: dict[str, Callable[[Any, Any, Any], Any]] = {
 def test_what_fails_in_any_call_of_the_clients_is_told_once_and_the_session_lives_on(hosted: FaultyServer) -> None:
     hosted.script("create_session", Answer(body={"session_id": "s"}))
     with ServiceClient(api_key=KEY) as service:
-        training, sampler = service.create_lora_training_client("m"), service.create_sampling_client(base_model="m")
+        training, sampler = (
+            service.create_lora_training_client("m").result(),
+            service.create_sampling_client(base_model="m").result(),
+        )
         for entry, call in ENTRIES.items():
             hosted.script(entry, Answer(422, {"detail": f"no {entry} today"}))
             with pytest.raises(tinkex.UnprocessableEntityError, match=f"no {entry} today"):
@@ -149,7 +154,7 @@ def test_errors_and_closing_do_not_wait_for_telemetry(
 ) -> None:
     hosted.script("telemetry", STUCK[stuck])
     service = ServiceClient(api_key=KEY)
-    sampler = service.create_sampling_client(base_model="m")
+    sampler = service.create_sampling_client(base_model="m").result()
     hosted.script("asample", Answer(422, {"detail": "bad prompt"}))
     waits = []
     for _ in range(3):
@@ -188,7 +193,7 @@ def test_telemetry_that_is_switched_off_sends_nothing(hosted: FaultyServer, monk
     with ServiceClient(api_key=KEY) as service:
         hosted.script("create_sampling_session", Answer(404))
         with pytest.raises(tinkex.NotFoundError):
-            service.create_sampling_client(base_model="m")
+            service.create_sampling_client(base_model="m").result()
         assert service.get_telemetry() is None
     time.sleep(0.1)
     assert hosted.requests("telemetry") == []
@@ -200,7 +205,7 @@ def test_another_server_is_told_nothing(hosted: FaultyServer) -> None:
     with ServiceClient(base_url=elsewhere, api_key=KEY) as service:
         hosted.script("create_sampling_session", Answer(404))
         with pytest.raises(tinkex.NotFoundError):
-            service.create_sampling_client(base_model="m")
+            service.create_sampling_client(base_model="m").result()
         assert service.get_telemetry() is None
     time.sleep(0.1)
     assert hosted.requests("create_session")
@@ -222,7 +227,10 @@ def test_a_dropped_client_says_the_end_too(hosted: FaultyServer) -> None:
 @pytest.mark.covers("1.4.4/4", "D10")
 def test_children_that_are_closed_or_dropped_leave_the_reporter_alone(hosted: FaultyServer) -> None:
     with ServiceClient(api_key=KEY) as service:
-        client, sampler = service.create_lora_training_client("m"), service.create_sampling_client(base_model="m")
+        client, sampler = (
+            service.create_lora_training_client("m").result(),
+            service.create_sampling_client(base_model="m").result(),
+        )
         reporter = service.get_telemetry()
         with pytest.warns(FutureWarning, match="RestClient"):
             rest = service.create_rest_client()
@@ -253,7 +261,7 @@ import atexit, sys, time
 import tinkex, tinkex.config, tinkex.telemetry
 tinkex.config.HOSTED_URL = tinkex.telemetry.HOSTED_URL = sys.argv[1]
 service = tinkex.ServiceClient(api_key="tml-very-secret")
-service.get_server_capabilities()
+service.create_sampling_client(base_model="m").result()
 ended = time.monotonic()
 atexit.register(lambda: print(time.monotonic() - ended))
 """

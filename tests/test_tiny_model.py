@@ -65,7 +65,7 @@ def test_held_out_problems_are_no_training_problems() -> None:
 def test_the_base_model_has_something_to_learn(tmp_path: Path) -> None:
     """Greedy accuracy between 10 and 40 %, through the whole stack."""
     with tinkex.LocalBackend(data_dir=tmp_path) as backend, tinkex.ServiceClient(base_url=backend.base_url) as service:
-        sampler = service.create_sampling_client(base_model="tinkex/tiny")
+        sampler = service.create_sampling_client(base_model="tinkex/tiny").result()
         tokenizer = sampler.get_tokenizer(backend="tokenizers")
         params = tinkex.SamplingParams(max_tokens=addition.MAX_ANSWER_TOKENS, temperature=0.0)
         problems = addition.held_out_problems()[::4]

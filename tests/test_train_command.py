@@ -130,7 +130,7 @@ def test_a_run_leaves_its_metrics_its_options_its_checkpoints_and_a_plot(
     assert [saved["step"] for saved in facts["checkpoints"]] == [3, 6, 7]
     assert facts["checkpoints"][-1]["path"] == summary["state_path"]
     with ServiceClient(base_url=url) as service:
-        assert service.create_sampling_client(model_path=summary["sampler_path"]).get_base_model() == TINY
+        assert service.create_sampling_client(model_path=summary["sampler_path"]).result().get_base_model() == TINY
     lines = ElementTree.parse(folder / "loss.svg").findall("{http://www.w3.org/2000/svg}polyline")
     assert [len(line.attrib["points"].split()) for line in lines] == [7, 3]
 

@@ -79,7 +79,7 @@ def service(fake_service: Make, log: Log, numbers: list[int]) -> ServiceClient:
 
 @pytest.fixture
 def client(service: ServiceClient, log: Log) -> TrainingClient:
-    made = service.create_lora_training_client("fake", rank=4)
+    made = service.create_lora_training_client("fake", rank=4).result()
     log.calls.clear()
     return made
 
@@ -207,7 +207,7 @@ def test_chunks_can_be_compressed(client: TrainingClient) -> None:
 def test_the_gradient_of_chunks_is_the_gradient_of_the_whole(service: ServiceClient) -> None:
     norms = []
     for length in (1024, 2):
-        client = service.create_lora_training_client("fake", rank=4)
+        client = service.create_lora_training_client("fake", rank=4).result()
         reset(client, fwdbwd_max_chunk_len=length)
         client.forward_backward(many(7), "cross_entropy")
         norms.append(client.optim_step(STEP).result(20).metrics)
@@ -216,7 +216,7 @@ def test_the_gradient_of_chunks_is_the_gradient_of_the_whole(service: ServiceCli
 
 @pytest.mark.covers("C44", "C45", "C46")
 def test_a_forward_pass_computes_the_same_and_adds_no_gradient(service: ServiceClient) -> None:
-    forward, plain = (service.create_lora_training_client("fake", rank=4) for _ in range(2))
+    forward, plain = (service.create_lora_training_client("fake", rank=4).result() for _ in range(2))
     looked = forward.forward(many(3), "cross_entropy")
     futures = [each.forward_backward(many(3), "cross_entropy") for each in (forward, plain)]
     steps = [each.optim_step(STEP).result(20) for each in (forward, plain)]
@@ -336,7 +336,7 @@ REFUSED: dict[str, Callable[[TrainingClient], Any]] = {
 @pytest.mark.parametrize("call", UNSENDABLE | REFUSED)
 def test_a_call_that_cannot_be_sent_does_not_hold_up_the_next(fake_service: Make, call: str) -> None:
     service = fake_service(FakeEngine(), limits=Limits(gap_seconds=30))
-    client = service.create_lora_training_client("fake", rank=4)
+    client = service.create_lora_training_client("fake", rank=4).result()
     bad = (UNSENDABLE | REFUSED)[call](client)
     good = client.optim_step(STEP)
     assert bad.exception(5) is not None
@@ -353,7 +353,7 @@ def test_a_call_that_cannot_be_sent_says_so(client: TrainingClient, call: str) -
 def test_a_refused_chunk_does_not_hold_up_the_next_call(fake_service: Make) -> None:
     """One of three chunks is too large for the server."""
     service = fake_service(FakeEngine(), limits=Limits(gap_seconds=30, body_bytes=3000))
-    client = service.create_lora_training_client("fake", rank=4)
+    client = service.create_lora_training_client("fake", rank=4).result()
     reset(client, fwdbwd_max_chunk_len=1)
     bad = client.forward_backward([datum(1, 2), datum(*range(500)), datum(3, 4)], "cross_entropy")
     good = client.optim_step(STEP)
@@ -363,7 +363,7 @@ def test_a_refused_chunk_does_not_hold_up_the_next_call(fake_service: Make) -> N
 
 def test_an_oversize_body_is_refused_in_words(fake_service: Make) -> None:
     service = fake_service(FakeEngine(), limits=Limits(body_bytes=3000))
-    client = service.create_lora_training_client("fake", rank=4)
+    client = service.create_lora_training_client("fake", rank=4).result()
     with pytest.raises(tinkex.APIStatusError, match=r"413.*3000"):
         client.forward_backward([datum(*range(500))], "cross_entropy").result(5)
 
@@ -386,8 +386,8 @@ def weighted(_: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.
 
 @pytest.mark.covers("C55", "24.custom.3")
 def test_a_custom_loss_trains_through_cross_entropy(service: ServiceClient, log: Log) -> None:
-    custom = service.create_lora_training_client("fake", rank=4)
-    plain = service.create_lora_training_client("fake", rank=4)
+    custom = service.create_lora_training_client("fake", rank=4).result()
+    plain = service.create_lora_training_client("fake", rank=4).result()
     log.calls.clear()
     output = custom.forward_backward_custom(many(3), weighted).result(20)
     doubled = [datum(*item.model_input.to_ints(), weights=[2.0] * 3) for item in many(3)]
@@ -448,7 +448,7 @@ def failing(*_: Any) -> Any:
 def test_a_bad_custom_loss_is_reported_and_ends_the_training_of_its_client_only(
     service: ServiceClient, client: TrainingClient, loss: Any, error: type[Exception], words: str
 ) -> None:
-    other = service.create_lora_training_client("fake", rank=4)
+    other = service.create_lora_training_client("fake", rank=4).result()
     bad, stepped = client.forward_backward_custom(DATA, loss), client.optim_step(STEP)
     with pytest.raises(error, match=words) as caught:
         bad.result(20)
@@ -486,22 +486,22 @@ def test_an_optimizer_step_needs_one_set_of_parameters(client: TrainingClient, n
 
 def test_a_run_needs_something_to_train(service: ServiceClient) -> None:
     with pytest.raises(AssertionError, match="train_mlp"):
-        service.create_lora_training_client("fake", train_mlp=False, train_attn=False, train_unembed=False)
+        service.create_lora_training_client("fake", train_mlp=False, train_attn=False, train_unembed=False).result()
 
 
 def test_a_wrong_model_name_lists_the_ones_there_are(service: ServiceClient) -> None:
     with pytest.raises(tinkex.BadRequestError, match=r"'flake'.*: fake"):
-        service.create_lora_training_client("flake")
+        service.create_lora_training_client("flake").result()
     with pytest.raises(tinkex.BadRequestError, match=r"'flake'.*: fake"):
-        service.create_sampling_client(base_model="flake")
+        service.create_sampling_client(base_model="flake").result()
 
 
 @pytest.mark.covers("C37", "24.service.4")
 def test_a_sampler_needs_a_source(service: ServiceClient) -> None:
     with pytest.raises(ValueError, match="model_path or base_model"):
-        service.create_sampling_client()
+        service.create_sampling_client().result()
     with pytest.raises(ValueError, match="tinker://"):
-        service.create_sampling_client(model_path="weights/a")
+        service.create_sampling_client(model_path="weights/a").result()
 
 
 @pytest.mark.parametrize(
@@ -519,7 +519,7 @@ def test_a_sampler_needs_a_source(service: ServiceClient) -> None:
 def test_contradicting_options_of_a_sample_are_refused(
     service: ServiceClient, arguments: dict[str, Any], words: str
 ) -> None:
-    sampler = service.create_sampling_client(base_model="fake")
+    sampler = service.create_sampling_client(base_model="fake").result()
     prompt = types.ModelInput.from_ints([1, 2])
     with pytest.raises(ValueError, match=words):
         sampler.sample(prompt, **{"num_samples": 1, "sampling_params": types.SamplingParams(), **arguments})
@@ -533,7 +533,7 @@ PARAMS = types.SamplingParams(max_tokens=4, seed=1)
 
 @pytest.mark.covers("C75", "D16", "24.sampling.8")
 def test_samples_carry_ids_and_log_probabilities(service: ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model="fake")
+    sampler = service.create_sampling_client(base_model="fake").result()
     drawn = sampler.sample(PROMPT, 3, PARAMS, include_prompt_logprobs=True, topk_prompt_logprobs=2).result(10)
     assert len({sequence.sequence_id for sequence in drawn.sequences}) == 3
     assert all(sequence.sequence_id.startswith(sampler.sampling_session_id) for sequence in drawn.sequences)
@@ -549,7 +549,7 @@ def test_samples_carry_ids_and_log_probabilities(service: ServiceClient) -> None
 
 
 def test_many_samples_at_once(service: ServiceClient) -> None:
-    sampler = service.create_sampling_client(base_model="fake")
+    sampler = service.create_sampling_client(base_model="fake").result()
     futures = [sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2, seed=seed)) for seed in range(100)]
     drawn = [future.result(20).sequences[0] for future in futures]
     assert len({sequence.sequence_id for sequence in drawn}) == 100
@@ -558,14 +558,14 @@ def test_many_samples_at_once(service: ServiceClient) -> None:
 
 @pytest.mark.covers("C50", "C51", "C52")
 def test_a_sampler_of_the_present_weights(service: ServiceClient, client: TrainingClient) -> None:
-    before = client.save_weights_and_get_sampling_client()
+    before = client.save_weights_and_get_sampling_client().result()
     client.forward_backward([datum(*range(60))], "cross_entropy")
     client.optim_step(STEP)
-    after = client.save_weights_and_get_sampling_client()
+    after = client.save_weights_and_get_sampling_client().result()
     one, other = (sampler.sample(PROMPT, 1, PARAMS).result(10).sequences[0].logprobs for sampler in (before, after))
     assert one != other
     named = client.save_weights_for_sampler("a").result(10).path
-    same = client.create_sampling_client(named).sample(PROMPT, 1, PARAMS).result(10).sequences[0].logprobs
+    same = client.create_sampling_client(named).result().sample(PROMPT, 1, PARAMS).result(10).sequences[0].logprobs
     assert same == other
 
 
@@ -607,13 +607,13 @@ def test_a_run_resumes_where_it_was(service: ServiceClient, client: TrainingClie
     path = client.save_state("a", user_metadata={"why": "test"}).result(10).path
     expected = train(client)
     numbers.clear()
-    resumed = service.create_training_client_from_state_with_optimizer(path)
+    resumed = service.create_training_client_from_state_with_optimizer(path).result()
     assert train(resumed) == expected
     assert numbers == [1, 2, 3, 4]
     with pytest.warns(FutureWarning, match="create_training_client_from_state_with_optimizer"):
         assert client.load_state_with_optimizer(path).result(10).path == path
     assert train(client) == expected
-    with pytest.warns(FutureWarning, match="load_state will go"):
+    with pytest.warns(FutureWarning, match="TrainingClient.load_state"):
         assert client.load_state(path).result(10).model_id == client.model_id
     assert resumed.get_info().lora_rank == 4
     assert resumed.model_id != client.model_id
@@ -623,11 +623,11 @@ def test_the_wrong_checkpoint_is_told_apart(service: ServiceClient, client: Trai
     sampler = client.save_weights_for_sampler("a").result(10).path
     training = client.save_state("a").result(10).path
     with pytest.raises(tinkex.RequestFailedError, match="sampler checkpoint"):
-        service.create_training_client_from_state(sampler)
+        service.create_training_client_from_state(sampler).result()
     with pytest.raises(tinkex.BadRequestError, match="training checkpoint"):
-        service.create_sampling_client(model_path=training)
+        service.create_sampling_client(model_path=training).result()
     with pytest.raises(tinkex.RequestFailedError, match="nothing"):
-        service.create_training_client_from_state(training.replace("/a", "/nothing"))
+        service.create_training_client_from_state(training.replace("/a", "/nothing")).result()
     with pytest.raises(tinkex.RequestFailedError, match="overwrite=True"):
         client.save_state("a").result(10)
     assert client.save_state("a", overwrite=True).result(10).path == training
@@ -651,10 +651,10 @@ def test_the_whole_surface_from_a_loop(service: ServiceClient) -> None:
         assert custom.metrics["seen:sum"] == 1
         state = (await (await client.save_state_async("a"))).path
         weights = (await (await client.save_weights_for_sampler_async("a"))).path
-        with pytest.warns(FutureWarning, match="load_state will go"):
+        with pytest.warns(FutureWarning, match="TrainingClient.load_state"):
             loading = await client.load_state_async(state)
         assert (await loading).path == state
-        with pytest.warns(FutureWarning, match="load_state_with_optimizer will go"):
+        with pytest.warns(FutureWarning, match="TrainingClient.load_state_with_optimizer"):
             loading = await client.load_state_with_optimizer_async(state)
         assert (await loading).path == state
         assert (await client.get_info_async()).model_id == client.model_id
@@ -710,8 +710,8 @@ def test_a_loop_is_not_blocked_by_what_a_client_does(fake_service: Make) -> None
 
 def test_a_closed_client_says_so(fake_service: Make) -> None:
     service = fake_service()
-    client = service.create_lora_training_client("fake", rank=4)
-    sampler = service.create_sampling_client(base_model="fake")
+    client = service.create_lora_training_client("fake", rank=4).result()
+    sampler = service.create_sampling_client(base_model="fake").result()
     service.close().result(10)
     service.close().result(10)
     for call in (
@@ -719,15 +719,14 @@ def test_a_closed_client_says_so(fake_service: Make) -> None:
         lambda: client.forward_backward(DATA, "cross_entropy"),
         lambda: client.save_state("a"),
         lambda: client.save_weights_for_sampler("a"),
-        lambda: client.get_info(),
         lambda: sampler.sample(PROMPT, 1, PARAMS),
         lambda: sampler.compute_logprobs(PROMPT),
-        lambda: service.get_server_capabilities(),
-        lambda: service.create_lora_training_client("fake"),
-        lambda: service.create_sampling_client(base_model="fake"),
+        lambda: service.create_lora_training_client("fake").result(),
+        lambda: service.create_sampling_client(base_model="fake").result(),
     ):
         with pytest.raises(RuntimeError, match="ServiceClient is closed"):
             call()
+    assert client.get_info().model_id == client.model_id  # what needs no request still works
 
 
 def test_clients_have_a_plain_repr_and_are_not_pickled(service: ServiceClient, client: TrainingClient) -> None:
@@ -754,7 +753,7 @@ def test_a_lost_receipt_does_not_run_a_call_twice(faulty: FaultyServer, monkeypa
     faulty.script("retrieve_future", created, Answer(body={}))
     faulty.script("optim_step", Answer(drop=True), Answer(503), Answer(body={"request_id": "r"}))
     with ServiceClient(base_url=faulty.base_url) as service:
-        client = service.create_lora_training_client("x")
+        client = service.create_lora_training_client("x").result()
         client.optim_step(STEP).result(10)
         client.optim_step(STEP).result(10)
     sent = faulty.requests("optim_step")

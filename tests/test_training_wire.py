@@ -128,7 +128,7 @@ def service(faulty: FaultyServer, server: Server) -> Iterator[ServiceClient]:
 
 @pytest.fixture
 def client(service: ServiceClient) -> TrainingClient:
-    return service.create_lora_training_client("m", rank=4)
+    return service.create_lora_training_client("m", rank=4).result()
 
 
 def test_an_error_names_the_operation_that_was_called(faulty: FaultyServer, client: TrainingClient) -> None:
@@ -163,7 +163,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.covers("C42", "24.training.12")
 def test_the_numbers_of_a_whole_run(faulty: FaultyServer, server: Server, service: ServiceClient) -> None:
     server.configure(fwdbwd_max_chunk_len=1)
-    client = service.create_lora_training_client("m")
+    client = service.create_lora_training_client("m").result()
     futures: list[Any] = [
         client.forward_backward(examples(2), "cross_entropy"),
         client.optim_step(STEP),
@@ -233,17 +233,26 @@ def test_a_run_is_bound_to_its_model_before_it_is_handed_out(
     faulty: FaultyServer, service: ServiceClient, answer: dict[str, str]
 ) -> None:
     faulty.script("create_model", Answer(body=answer))
-    assert service.create_lora_training_client("m").model_id == RUN
+    assert service.create_lora_training_client("m").result().model_id == RUN
     assert len(faulty.requests("retrieve_future")) == ("request_id" in answer)
 
 
 # ── what is refused here ─────────────────────────────────────────────────────────────────────────────────────────
 
+
+def receipts_of_forward(client: TrainingClient, *args: Any) -> Any:
+    return client.receipts.forward(*args)
+
+
+def receipts_of_forward_backward(client: TrainingClient, *args: Any) -> Any:
+    return client.receipts.forward_backward(*args)
+
+
 PASSES: list[Callable[..., Any]] = [
     TrainingClient.forward,
     TrainingClient.forward_backward,
-    TrainingClient.forward_future,
-    TrainingClient.forward_backward_future,
+    receipts_of_forward,
+    receipts_of_forward_backward,
 ]
 
 
@@ -368,22 +377,23 @@ def test_no_call_has_a_hidden_limit_of_five_seconds(
     faulty: FaultyServer, server: Server, service: ServiceClient
 ) -> None:
     """Submissions and results that take longer than that, all at once."""
-    client, other = (service.create_lora_training_client("m") for _ in range(2))
     slow = 5.2
+    faulty.script("get_info", Answer(body={"model_id": RUN, "model_data": {}}, delay=slow))
+    making = [service.create_lora_training_client("m") for _ in range(2)]
+    client, other = (one.result() for one in making)
     for path in ("save_weights_for_sampler", "optim_step"):
         faulty.script(path, Answer(body={"request_id": path}, delay=slow))
-    faulty.script("get_info", Answer(body={"model_id": RUN, "model_data": {}}, delay=slow))
     server.results["save_weights"] = Answer(body={"path": "tinker://x/weights/a"}, delay=slow)
     saved = client.save_state("a")
     stepped = client.optim_step(STEP)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        info = pool.submit(client.get_info)
         sampler = pool.submit(other.save_weights_and_get_sampling_client)
         assert saved.result().path == "tinker://x/weights/a"
         assert stepped.result().metrics == {}
-        assert info.result().model_id == RUN
+        assert client.get_info().model_id == RUN
         assert sampler.result() is not None
-    for path in ("optim_step", "get_info", "save_weights_for_sampler"):
+    assert len(faulty.requests("get_info")) == 2
+    for path in ("optim_step", "save_weights_for_sampler"):
         assert len(faulty.requests(path)) == 1
 
 
@@ -556,7 +566,7 @@ def test_a_number_that_may_not_have_arrived_is_spent(faulty: FaultyServer, serve
     finally:
         tinkex.configure()
     with service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         path = PATHS[call]
 
         def drop(seen: Seen) -> Answer:
@@ -578,7 +588,7 @@ def test_a_number_that_may_not_have_arrived_is_spent(faulty: FaultyServer, serve
 def cut(server: Server, service: ServiceClient, **config: Any) -> TrainingClient:
     """A client that sends one example in a request."""
     server.configure(fwdbwd_max_chunk_len=1, **config)
-    client = service.create_lora_training_client("m")
+    client = service.create_lora_training_client("m").result()
     client.forward(DATA, "cross_entropy").result(5)  # number 1: the server has shown that it reads protobuf
     server.faulty.seen.clear()
     return client
@@ -661,18 +671,18 @@ def test_a_pass_can_be_submitted_now_and_waited_for_elsewhere(
     server: Server, service: ServiceClient, faulty: FaultyServer
 ) -> None:
     client = cut(server, service)
-    receipts = client.forward_backward_future(examples(2), "cross_entropy").result(5)
+    receipts = client.receipts.forward_backward(examples(2), "cross_entropy").result(5)
     assert [receipt.request_id for receipt in receipts] == ["pass2", "pass3"]
     assert [request.forward_only for request in passes(faulty)] == [False, False]
     assert server.polls("pass2") == server.polls("pass3") == 0
-    [receipt] = client.forward_future(DATA, "cross_entropy").result(5)
+    [receipt] = client.receipts.forward(DATA, "cross_entropy").result(5)
     assert passes(faulty)[-1].forward_only
-    step = client.optim_step_future(STEP).result(5)
+    step = client.receipts.optim_step(STEP).result(5)
     assert step.request_id == "optim_step"
-    other = service.create_lora_training_client("m")
-    assert other.retrieve(receipts[1]).result(5).loss_fn_outputs[0]["logprobs"].data == [-1.0]
-    assert other.retrieve(receipt.request_id).result(5).metrics == {"loss:sum": 1.0}
-    assert asyncio.run(other.retrieve_async(step, "optim_step")) == types.OptimStepResponse(metrics={})
+    other = service.create_lora_training_client("m").result()
+    assert other.receipts.retrieve(receipts[1]).result(5).loss_fn_outputs[0]["logprobs"].data == [-1.0]
+    assert other.receipts.retrieve(receipt.request_id).result(5).metrics == {"loss:sum": 1.0}
+    assert asyncio.run(other.receipts.retrieve(step, "optim_step").coroutine()) == types.OptimStepResponse(metrics={})
     assert faulty.requests("retrieve_future")[-1].headers["x-tinker-request-type"] == "OptimStep"
 
 
@@ -691,24 +701,24 @@ def test_what_cannot_be_waited_for_is_refused(
     client: TrainingClient, request_id: Any, operation: str, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        client.retrieve(request_id, operation)
+        client.receipts.retrieve(request_id, operation)
     with pytest.raises(TypeError, match="unknown option"):
-        client.retrieve("r", "optim_step", patience=3)  # type: ignore[call-arg]
+        client.receipts.retrieve("r", "optim_step", patience=3)
 
 
 def test_a_server_that_answers_at_once_gives_no_receipts(faulty: FaultyServer, client: TrainingClient) -> None:
     faulty.script("optim_step", Answer(body={"metrics": {"a": 1.0}}))
     assert client.optim_step(STEP).result(5).metrics == {"a": 1.0}
     with pytest.raises(tinkex.TinkerError, match="the result itself") as caught:
-        client.optim_step_future(STEP).result(5)
+        client.receipts.optim_step(STEP).result(5)
     assert caught.value.hint is not None
 
 
 def test_closing_waits_for_a_retrieval(faulty: FaultyServer, server: Server) -> None:
     with ServiceClient(base_url=faulty.base_url) as service:
-        client = service.create_lora_training_client("m")
+        client = service.create_lora_training_client("m").result()
         server.results["r"] = Answer(body={"metrics": {}}, delay=0.2)
-        future = client.retrieve("r", "optim_step")
+        future = client.receipts.retrieve("r", "optim_step")
         wait_until(lambda: server.polls("r") == 1)
     assert future.result(0).metrics == {}
 
@@ -775,7 +785,7 @@ def test_a_named_save_without_a_path_is_an_error(server: Server, client: Trainin
 
 Sampled = Callable[[TrainingClient], tinkex.SamplingClient]
 TWINS: dict[str, Sampled] = {
-    "sync": lambda client: client.save_weights_and_get_sampling_client(),
+    "sync": lambda client: client.save_weights_and_get_sampling_client().result(),
     "async": lambda client: asyncio.run(client.save_weights_and_get_sampling_client_async()),
 }
 
@@ -811,8 +821,8 @@ def test_a_nameless_save_keeps_its_number_over_retries(
     server.results["save_weights_for_sampler"] = Answer(body={"sampling_session_id": "s:sample:1"})
     good = Answer(body={"request_id": "save_weights_for_sampler"})
     faulty.script("save_weights_for_sampler", Answer(503), Answer(drop=True), good)
-    client.save_weights_and_get_sampling_client()
-    client.save_weights_and_get_sampling_client()
+    client.save_weights_and_get_sampling_client().result()
+    client.save_weights_and_get_sampling_client().result()
     sent = [seen.json["sampling_session_seq_id"] for seen in faulty.requests("save_weights_for_sampler")]
     assert sent == [0, 0, 0, 1]
 
@@ -826,7 +836,7 @@ OLD: dict[str, Callable[[TrainingClient], Any]] = {
     "load_state_with_optimizer_async": lambda client: asyncio.run(
         client.load_state_with_optimizer_async("tinker://x/weights/a")
     ),
-    "name": lambda client: client.save_weights_and_get_sampling_client("a"),
+    "name": lambda client: client.save_weights_and_get_sampling_client("a").result(),
     "loss_type_input": lambda client: client.forward_backward_custom(DATA, summed, loss_type_input="logprobs"),
 }
 
@@ -890,7 +900,7 @@ def test_text_becomes_tokens_and_text_again(server_url: str) -> None:
     from support import MODEL
 
     with ServiceClient(base_url=server_url) as service:
-        client = service.create_lora_training_client(MODEL, rank=4)
+        client = service.create_lora_training_client(MODEL, rank=4).result()
         tokens = client.encode("the cat sat", add_special_tokens=False)
         assert tokens == client.get_tokenizer().encode("the cat sat", add_special_tokens=False)
         assert len(tokens) > 1

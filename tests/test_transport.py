@@ -538,7 +538,7 @@ def test_polls_and_samples_have_headers_of_their_own(faulty: FaultyServer) -> No
     configure(default_query={"tenant": "t"}, default_headers={"x-gate": "g", "ACCEPT": "text/odd"})
     try:
         with tinkex.ServiceClient(base_url=faulty.base_url, api_key=SECRET) as service:
-            sampler = service.create_sampling_client(base_model="m")
+            sampler = service.create_sampling_client(base_model="m").result()
             prompt = types.ModelInput.from_ints([1])
             sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result(15)
     finally:

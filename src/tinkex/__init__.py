@@ -6,8 +6,8 @@ The examples in docstrings use these, without making them each time:
 
     >>> from tinkex import *
     >>> service = ServiceClient(base_url="local")
-    >>> client = service.create_lora_training_client("tinkex/tiny", rank=4)
-    >>> sampler = service.create_sampling_client(base_model="tinkex/tiny")
+    >>> client = service.create_lora_training_client("tinkex/tiny", rank=4).result()
+    >>> sampler = service.create_sampling_client(base_model="tinkex/tiny").result()
     >>> rest = RestClient(base_url="local")
     >>> tokenizer = sampler.get_tokenizer()
     >>> tokens = tokenizer.encode("12+34=46")
@@ -44,6 +44,12 @@ if TYPE_CHECKING:
     )
     from tinkex.adapters.platforms import (
         TrainingPlatform as TrainingPlatform,
+    )
+    from tinkex.client.sampling_future import (
+        BackcompatSamplingClientFuture as BackcompatSamplingClientFuture,
+    )
+    from tinkex.client.training_future import (
+        BackcompatTrainingClientFuture as BackcompatTrainingClientFuture,
     )
     from tinkex.config import (
         Config as Config,
@@ -118,7 +124,7 @@ if TYPE_CHECKING:
         UnprocessableEntityError as UnprocessableEntityError,
     )
     from tinkex.futures import (
-        Future as APIFuture,
+        APIFuture as APIFuture,
     )
     from tinkex.futures import (
         Future as Future,
@@ -297,6 +303,8 @@ _HOMES = {
     "tinkex.adapters.memory": ["MemoryPlatform"],
     "tinkex.adapters.peft": ["PeftPlatform"],
     "tinkex.adapters.platforms": ["SessionConfig", "TrainingPlatform"],
+    "tinkex.client.sampling_future": ["BackcompatSamplingClientFuture"],
+    "tinkex.client.training_future": ["BackcompatTrainingClientFuture"],
     "tinkex.config": ["Config", "configure"],
     "tinkex.downloads": ["DownloadError", "download", "download_async"],
     "tinkex.errors": [
@@ -320,7 +328,7 @@ _HOMES = {
         "TinkerError",
         "UnprocessableEntityError",
     ],
-    "tinkex.futures": ["Future", "await_many", "await_many_async"],
+    "tinkex.futures": ["APIFuture", "Future", "await_many", "await_many_async"],
     "tinkex.http": ["HttpClient", "RequestOptions", "Timeout"],
     "tinkex.huggingface": ["push_checkpoint_adapter", "push_checkpoint_adapter_async"],
     "tinkex.local": ["LocalBackend"],
@@ -371,7 +379,6 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = ("adapters", "auth", "metrics", "regularizers", "types")
-_ALIASES = {"APIFuture": "Future"}  # the name that the official package gives it
 
 __title__ = "tinkex"
 
@@ -387,6 +394,8 @@ __all__ = [
     "AdamParams",
     "AdminClient",
     "AuthenticationError",
+    "BackcompatSamplingClientFuture",
+    "BackcompatTrainingClientFuture",
     "BadRequestError",
     "BillingError",
     "Checkpoint",
@@ -476,11 +485,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"tinkex.{name}")
-    home = _ALIASES.get(name, name)
-    if home not in _HOME_OF:
+    if name not in _HOME_OF:
         # With name and module, so that Python says what may have been meant.
         raise AttributeError(f"module 'tinkex' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    value = getattr(import_module(_HOME_OF[home]), home)
+    value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinkex import environment
 from tinkex.credentials import stored_key
-from tinkex.service import ServiceClient
+from tinkex.rest import RestClient
 
 
 def get_tinker_token() -> str | None:
@@ -39,5 +39,5 @@ def raise_if_tinker_not_accessible() -> None:
         >>> os.environ["TINKER_BASE_URL"] = "local"
         >>> raise_if_tinker_not_accessible()
     """
-    with ServiceClient() as service:
-        service.get_server_capabilities()
+    with RestClient() as rest:
+        rest.get_server_capabilities().result()

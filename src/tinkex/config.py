@@ -150,7 +150,7 @@ class Config:
     Example:
         >>> config = Config(base_url="local", timeout=30.0, max_retries=2)
         >>> with ServiceClient(config=config) as service:
-        ...     client = service.create_lora_training_client("tinkex/tiny")
+        ...     client = service.create_lora_training_client("tinkex/tiny").result()
     """
 
     base_url: str

@@ -30,6 +30,7 @@ NEWER_FIELDS: dict[Operation, dict[str, Any]] = {
     },
     protocol.CREATE_MODEL: {"optimizer_config": {"type": "adamw"}},
     protocol.SAVE_WEIGHTS: {"overwrite": False},
+    protocol.SAVE_WEIGHTS_FOR_SAMPLER: {"kind": "snapshot"},
     protocol.OPTIM_STEP: {"type": "optim_step"},
     protocol.FORWARD_BACKWARD: {"forward_only": False},
 }

@@ -220,7 +220,7 @@ class _Download:
         archive = self._scratch / "archive"
 
         async def address() -> str:
-            answer = await self._rest.get_checkpoint_archive_url_from_tinker_path_async(
+            answer = await self._rest.get_checkpoint_archive_url_from_tinker_path(
                 self._path, max_retries=self._attempts, retry_delay=self._delay
             )
             return answer.url
@@ -233,7 +233,7 @@ class _Download:
             raise DownloadError(message, "extraction_failed") from error
 
     async def _fetch_files(self, files: Path) -> None:
-        urls = (await self._rest.get_external_weights_urls_async(self._path)).urls
+        urls = (await self._rest.get_external_weights_urls(self._path)).urls
         parts = self._scratch / "parts"
         await asyncio.to_thread(_make, parts)
         for name in urls:
@@ -244,7 +244,7 @@ class _Download:
             async def address(name: str = name) -> str:
                 nonlocal urls
                 if name not in urls:
-                    urls = (await self._rest.get_external_weights_urls_async(self._path)).urls
+                    urls = (await self._rest.get_external_weights_urls(self._path)).urls
                 return urls.pop(name)
 
             await fetch(self._rest._transport, address, parts / name, self._progress)

@@ -11,6 +11,7 @@ import math
 import sys
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar
@@ -32,7 +33,7 @@ from tinkex.errors import (
     is_retryable,
 )
 from tinkex.protocol import RETRIEVE_FUTURE, Operation
-from tinkex.runtime import Inbox, Runtime, inbox_of, runtime
+from tinkex.runtime import Inbox, Runtime, give_up, inbox_of, runtime
 from tinkex.transport import (
     CONFLICT_PATIENCE,
     LONGEST_RETRY_AFTER,
@@ -54,11 +55,94 @@ HELD = 1.0
 """A poll that the server held for this long and left without a result has run out: poll again at once."""
 
 
-class Future(concurrent.futures.Future[T], Generic[T]):
-    """The outcome of a call that has already begun.
+class APIFuture(ABC, Generic[T]):
+    """The outcome of a call that has begun: `await` it, or call `.result()`.
+
+    Every call that uses the network returns one. `future()` is the `concurrent.futures.Future` behind it, with `done`,
+    `cancel` and `add_done_callback`, for `concurrent.futures.wait` and `as_completed`.
+
+    Example:
+        >>> call: APIFuture[TrainingRun] = rest.get_training_run(client.model_id)
+        >>> call.result(timeout=60).base_model
+        'tinkex/tiny'
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def result(self, timeout: float | None = None) -> T:
+        """Block until the outcome is there.
+
+        Args:
+            timeout: Seconds to wait at most; for ever by default.
+
+        Returns:
+            What the call gives.
+
+        Raises:
+            TimeoutError: There is no outcome yet.
+
+        Example:
+            >>> call: APIFuture[TrainingRun] = rest.get_training_run(client.model_id)
+            >>> call.result(timeout=60).base_model
+            'tinkex/tiny'
+        """
+
+    @abstractmethod
+    async def result_async(self, timeout: float | None = None) -> T:
+        """Await the outcome.
+
+        Args:
+            timeout: Seconds to wait at most; for ever by default.
+
+        Returns:
+            What the call gives.
+
+        Raises:
+            TimeoutError: There is no outcome yet.
+
+        Example:
+            >>> import asyncio
+            >>> async def main() -> str:
+            ...     return (await rest.get_training_run(client.model_id).result_async(timeout=60)).base_model
+            >>> asyncio.run(main())
+            'tinkex/tiny'
+        """
+
+    @abstractmethod
+    def future(self) -> concurrent.futures.Future[T]:
+        """The concurrent future behind this one: `done`, `cancel`, `add_done_callback` and the rest.
+
+        Example:
+            >>> rest.get_training_run(client.model_id).future().result().base_model
+            'tinkex/tiny'
+        """
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()  # which a program's own kind of future replaces
+
+    async def coroutine(self) -> T:
+        """Await the outcome: a coroutine, for `asyncio.create_task`, which takes nothing else.
+
+        Returns:
+            What the call gives.
+
+        Example:
+            >>> import asyncio
+            >>> async def main() -> float:
+            ...     task = asyncio.create_task(client.forward(data, "cross_entropy").coroutine())
+            ...     return (await task).metrics["loss:sum"]
+            >>> asyncio.run(main())
+            10.6...
+        """
+        return await self
+
+
+class Future(APIFuture[T], concurrent.futures.Future[T]):
+    """The outcome of a call that has begun, and a `concurrent.futures.Future` itself.
 
     `await` it in any event loop, or call `.result(timeout)` in any thread. A timeout, or a cancelled waiter, never
-    cancels the work; `cancel()` does. It is a `concurrent.futures.Future`, so `wait` and `as_completed` take it too.
+    cancels the work; `cancel()` does. `concurrent.futures.wait` and `as_completed` take it too.
 
     Example:
         >>> future = client.forward(data, "cross_entropy")
@@ -71,8 +155,9 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         super().__init__()
         self._runtime: Runtime | None = None
         if future is not None:
-            future.add_done_callback(lambda done: _copy_outcome(done, self))
-            self.add_done_callback(lambda mine: future.cancel() if mine.cancelled() else None)
+            # The plain methods throughout: a sample's future warns of its own.
+            _Plain.add_done_callback(future, lambda done: _copy_outcome(done, self))
+            _Plain.add_done_callback(self, lambda mine: give_up(future) if _Plain.cancelled(mine) else None)
 
     def result(self, timeout: float | None = None) -> T:
         """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work running.
@@ -93,10 +178,15 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             10.6...
         """
         self._check_thread()
+        return self._outcome(timeout)
+
+    def _outcome(self, timeout: float | None = None) -> T:
+        """Block as `result` does, without a word when an event loop runs here."""
+        self._check_own_loop()
         try:
-            return super().result(timeout)
+            return _Plain.result(self, timeout)
         except TimeoutError:
-            if self.done():
+            if _Plain.done(self):
                 raise
             raise TimeoutError(f"not done after {timeout} s; the work goes on, result() can be called again") from None
 
@@ -104,10 +194,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 
         def __getattr__(self, name: str) -> NoReturn:
             """Say what was forgotten: only names that are not there come here."""
-            message = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if not name.startswith("_"):
-                message += ": `.result()`, or `await`, gives the outcome of the call"
-            raise AttributeError(message, name=name, obj=self)
+            raise _missing(self, name)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Block until the outcome is there and return its error, if it is one.
@@ -123,7 +210,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             True
         """
         self._check_thread()
-        return super().exception(timeout)
+        return _Plain.exception(self, timeout)
 
     def cancel(self) -> bool:
         """Give the work up; False when it has already ended.
@@ -132,38 +219,30 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             Whether it was given up.
 
         Example:
-            >>> sampler.sample(prompt, 1, SamplingParams(max_tokens=500)).cancel()
+            >>> client.forward(data, "cross_entropy").cancel()
             True
         """
-        if self.cancelled():
-            return True
-        if not super().cancel():
-            return False
-        self.set_running_or_notify_cancel()
-        return True
+        return give_up(self)
 
     def _check_thread(self) -> None:
-        if self.done():
+        if _Plain.done(self):
             return
-        if self._runtime is not None and self._runtime.is_current:
-            raise RuntimeError("result() would block tinkex's own event loop for ever: await the future instead")
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        if "ipykernel" not in sys.modules:  # a notebook always runs inside a loop, and blocking there is what is meant
+        self._check_own_loop()
+        if in_users_loop():
             message = "result() blocks the running event loop; await the future instead"
             warnings.warn(message, RuntimeWarning, stacklevel=users_level())
 
-    def __await__(self) -> Generator[Any, None, T]:
-        return self.result_async().__await__()  # which a program's own kind of future replaces
+    def _check_own_loop(self) -> None:
+        """Refuse to wait on the loop that has to bring the outcome."""
+        if self._runtime is not None and self._runtime.is_current and not _Plain.done(self):
+            raise RuntimeError("result() would block tinkex's own event loop for ever: await the future instead")
 
     async def _wait(self) -> T:
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
-        self.add_done_callback(functools.partial(_wake, loop, inbox_of(loop), woken))
+        _Plain.add_done_callback(self, functools.partial(_wake, loop, inbox_of(loop), woken))
         await woken
-        return super().result(0)
+        return _Plain.result(self, 0)
 
     async def result_async(self, timeout: float | None = None) -> T:
         """Await the outcome; `TimeoutError` after `timeout` seconds leaves the work running.
@@ -192,8 +271,8 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 
     @property
     def _future(self) -> concurrent.futures.Future[T]:
-        """This future, where programs that look inside the official one find what it wraps."""
-        return self
+        """The concurrent future, by the name under which programs find it in the official one."""
+        return self.future()
 
     def future(self) -> concurrent.futures.Future[T]:
         """This future, as the plain concurrent one that it is.
@@ -205,6 +284,165 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             [10.6..., 10.6...]
         """
         return self
+
+
+class SampleFuture(Future[T]):
+    """The outcome of `sample` or `compute_logprobs`: a `concurrent.futures.Future` and an `APIFuture`.
+
+    `await`, `.result()`, `.future()` and `concurrent.futures.wait` are the ways to use it. `done`, `cancel` and the
+    other methods of a concurrent future work, with a warning: they will be found on `.future()` alone.
+
+    Example:
+        >>> future = sampler.sample(prompt, 1, SamplingParams(max_tokens=8))
+        >>> future.future().add_done_callback(lambda done: None)
+        >>> future.result()
+        SampleResponse([SampledSequence(...)])
+    """
+
+    _has_warned = False
+    _view: Future[T] | None = None
+
+    def _warn(self, name: str) -> None:
+        """Warn once for each object."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"DEPRECATED: {name}() will be removed from the futures of samples: await the future, call .result(), "
+                f"or use .future().{name}()",
+                FutureWarning,
+                stacklevel=3,
+            )
+
+    def future(self) -> concurrent.futures.Future[T]:
+        """A plain concurrent future of the same outcome; cancelling it cancels the sample.
+
+        Example:
+            >>> sampler.sample(prompt, 1, SamplingParams(max_tokens=500)).future().cancel()
+            True
+        """
+        if self._view is None:
+            view = Future(self)
+            view._runtime = self._runtime
+            self.__dict__.setdefault("_view", view)  # another thread may have been first
+        assert self._view is not None
+        return self._view
+
+    def cancel(self) -> bool:
+        """Give the sample up. Deprecated: use `.future().cancel()`."""
+        self._warn("cancel")
+        return give_up(self)
+
+    def cancelled(self) -> bool:
+        """Whether the sample was given up. Deprecated: use `.future().cancelled()`."""
+        self._warn("cancelled")
+        return _Plain.cancelled(self)
+
+    def running(self) -> bool:
+        """Whether the sample is being drawn. Deprecated: use `.future().running()`."""
+        self._warn("running")
+        return _Plain.running(self)
+
+    def done(self) -> bool:
+        """Whether there is an outcome. Deprecated: use `.future().done()`."""
+        self._warn("done")
+        return _Plain.done(self)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error, if the sample failed. Deprecated: use `.future().exception()`."""
+        self._warn("exception")
+        return super().exception(timeout)
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
+        """Have a function called at the end. Deprecated: use `.future().add_done_callback()`."""
+        self._warn("add_done_callback")
+        _Plain.add_done_callback(self, fn)
+
+
+class AwaitableConcurrentFuture(APIFuture[T]):
+    """The outcome of a call about things that are stored, such as those of `RestClient`.
+
+    It has no `done`, `cancel` or `add_done_callback`; they are on `.future()`.
+
+    Args:
+        future: The concurrent future whose outcome this is.
+
+    Example:
+        >>> call = rest.list_checkpoints(client.model_id)
+        >>> call.future().add_done_callback(lambda done: None)
+        >>> call.result()
+        CheckpointsListResponse(...)
+    """
+
+    __slots__ = ("__weakref__", "_future", "_own")
+
+    def __init__(self, future: concurrent.futures.Future[T]) -> None:
+        self._future = future
+        self._own: Future[T] = future if isinstance(future, Future) else Future(future)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work running.
+
+        Args:
+            timeout: Seconds to wait at most; for ever by default.
+
+        Returns:
+            What the call gives.
+
+        Raises:
+            TimeoutError: There is no outcome yet; the work goes on.
+
+        Example:
+            >>> rest.get_training_run(client.model_id).result(timeout=60).base_model
+            'tinkex/tiny'
+        """
+        return self._own.result(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        """Await the outcome; `TimeoutError` after `timeout` seconds leaves the work running.
+
+        Args:
+            timeout: Seconds to wait at most; for ever by default.
+
+        Returns:
+            What the call gives.
+        """
+        return await self._own.result_async(timeout)
+
+    def future(self) -> concurrent.futures.Future[T]:
+        """The concurrent future: `done`, `cancel`, `add_done_callback` and the rest.
+
+        Example:
+            >>> rest.get_training_run(client.model_id).future().result().base_model
+            'tinkex/tiny'
+        """
+        return self._future
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what was forgotten, or where it is."""
+            raise _missing(self, name)
+
+
+_Plain = concurrent.futures.Future
+
+
+def _missing(future: APIFuture[Any], name: str) -> AttributeError:
+    """The error for a name that a future does not have."""
+    message = f"{type(future).__name__!r} object has no attribute {name!r}"
+    if not name.startswith("_"):
+        there = hasattr(_Plain, name)
+        message += ": `.future()` has it" if there else ": `.result()`, or `await`, gives the outcome of the call"
+    return AttributeError(message, name=name, obj=future)
+
+
+def in_users_loop() -> bool:
+    """Whether blocking here would block an event loop that ought to go on; a notebook's is meant to be blocked."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return "ipykernel" not in sys.modules
 
 
 def _wake(loop: asyncio.AbstractEventLoop, inbox: Inbox, woken: asyncio.Future[None], _: object) -> None:
@@ -219,14 +457,14 @@ def _set(woken: asyncio.Future[None]) -> None:
 
 
 def _copy_outcome(source: concurrent.futures.Future[T], target: Future[T]) -> None:
-    if target.done():
+    if _Plain.done(target):
         return
-    if source.cancelled():
-        target.cancel()
-    elif (error := source.exception()) is not None:
+    if _Plain.cancelled(source):
+        give_up(target)
+    elif (error := _Plain.exception(source)) is not None:
         target.set_exception(error)
     else:
-        target.set_result(source.result())
+        target.set_result(_Plain.result(source))
 
 
 def users_level() -> int:
@@ -251,9 +489,9 @@ def unlisted(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corouti
     return called
 
 
-def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+def start(coroutine: Coroutine[Any, Any, T], kind: type[Future[T]] | None = None) -> Future[T]:
     """Run a coroutine on the runtime; the future is its outcome."""
-    future: Future[T] = Future()
+    future: Future[T] = Future() if kind is None else kind()
     future._runtime = runtime()
     future._runtime.feed(coroutine, future)
     return future

@@ -137,7 +137,7 @@ async def push_checkpoint_adapter_async(
         raise HubError(f"http_timeout_ms must be a positive whole number, got {http_timeout_ms!r}")
     hub = _Hub(resolve_token(hf_token=hf_token), endpoint_of(endpoint), http_timeout_ms)
     user = await asyncio.to_thread(hub.user)
-    info = await rest_client.get_weights_info_by_tinker_path_async(tinker_path)
+    info = await rest_client.get_weights_info_by_tinker_path(tinker_path)
     with _workplace(cache_dir, f"{rest_client._transport.config.base_url} {tinker_path}") as scratch:
         keep = cache_dir is not None
         try:

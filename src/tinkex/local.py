@@ -381,8 +381,8 @@ class LocalBackend:
 
     Example:
         >>> with LocalBackend(data_dir="tinkex-data") as backend:
-        ...     with ServiceClient(base_url=backend.base_url) as service:
-        ...         service.get_server_capabilities()
+        ...     with RestClient(base_url=backend.base_url) as rest:
+        ...         rest.get_server_capabilities().result()
         GetServerCapabilitiesResponse(supported_models=[SupportedModel(model_name='tinkex/tiny', ...)])
     """
 

@@ -152,7 +152,7 @@ class Monitor:
 
     async def _look(self, run_id: str, watched: _Watched) -> None:
         try:
-            run = await watched.rest.get_training_run_async(run_id)
+            run = await watched.rest.get_training_run(run_id)
         except Exception as error:  # whatever it is, the next look may get through
             logger.debug("run %s could not be looked at: %s", run_id, error)
             events.emit(events.RECOVERY_POLL_ERROR, {}, {**watched.metadata, "run_id": run_id, "error": error})
@@ -321,9 +321,9 @@ class Executor:
         if session.session_id and await session.is_lost():
             await session.renew(session.session_id)
         if job.policy.restore_optimizer:
-            client = await job.service.create_training_client_from_state_with_optimizer_async(checkpoint)
+            client = await job.service.create_training_client_from_state_with_optimizer(checkpoint)
         else:
-            client = await job.service.create_training_client_from_state_async(checkpoint)
+            client = await job.service.create_training_client_from_state(checkpoint)
         job.tell(events.RECOVERY_CLIENT_CREATED, client=client, checkpoint=checkpoint)
         return checkpoint, client
 
@@ -375,7 +375,7 @@ async def select_checkpoint(
         return best_checkpoint(await _checkpoints(run_id, rest), policy, run_id)
     known = last_checkpoint if last_checkpoint is not None else getattr(run, "last_checkpoint", None)
     if known is None and run is None:
-        known = (await rest.get_training_run_async(run_id)).last_checkpoint
+        known = (await rest.get_training_run(run_id)).last_checkpoint
     path = _path_of(known)
     if path is None:
         raise RecoveryError(
@@ -386,7 +386,7 @@ async def select_checkpoint(
 
 async def _checkpoints(run_id: str, rest: RestClient) -> list[Checkpoint]:
     try:
-        return (await rest.list_checkpoints_async(run_id)).checkpoints
+        return (await rest.list_checkpoints(run_id)).checkpoints
     except TinkerError as error:
         raise RecoveryError(
             f"the checkpoints of run {run_id} cannot be listed: {error.message}", "missing_checkpoint"

@@ -17,15 +17,16 @@ import contextlib
 import logging
 import secrets
 import threading
-import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 from tinkex import events, losses, protocol
+from tinkex.client.backcompat import BackcompatClientFuture
+from tinkex.client.sampling_future import BackcompatSamplingClientFuture
 from tinkex.errors import APIConnectionError, APITimeoutError, GoneError, NotFoundError, RequestFailedError, TinkerError
-from tinkex.futures import Future, start, users_level
+from tinkex.futures import Future, start
 from tinkex.loss_graphs import LossHandle
 from tinkex.queue_states import Observer
 from tinkex.recovery import told
@@ -33,7 +34,7 @@ from tinkex.recovery_policies import RecoveryError, RecoveryPolicy
 from tinkex.rest import RestClient
 from tinkex.retries import RetryConfig
 from tinkex.runtime import runtime
-from tinkex.sampling import SamplingClient, open_sampling_client
+from tinkex.sampling import SamplingClient, checked_kind, open_sampling_client
 from tinkex.service import ServiceClient
 from tinkex.session import Session
 from tinkex.streams import SampleStream
@@ -41,6 +42,7 @@ from tinkex.training import CallOptions, TrainingClient
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
+    SamplingClientKind,
     SaveWeightsExternalResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
@@ -104,6 +106,8 @@ def resilient(
         10.6
         9...
     """
+    if isinstance(training_client, BackcompatClientFuture):
+        training_client = training_client.result()
     if isinstance(training_client, ResilientTrainingClient):
         raise ValueError("this training client is a resilient one already")
     for option, value in (("every", every), ("keep", keep)):
@@ -135,7 +139,7 @@ class _Entry:
 class ResilientTrainingClient(TrainingClient):
     """A TrainingClient whose run may be lost; `resilient` makes it.
 
-    Cancelling a future gives up waiting for it: the call itself is always carried out. Receipts (`…_future`) are for
+    Cancelling a future gives up waiting for it: the call itself is always carried out. Receipts are for
     the run of the moment; after a loss their results have to be asked for anew.
 
     Example:
@@ -153,7 +157,7 @@ class ResilientTrainingClient(TrainingClient):
         name: str,
         ttl_seconds: int | None,
     ) -> None:
-        super().__init__(client.holder, client.model_seq_id, client.model_id)
+        super().__init__(client.holder, client.model_seq_id, client.model_id, info=client._known_info)
         self._every, self._policy, self._keep, self._ttl = every, policy, keep, ttl_seconds
         self._prefix = f"{name}-{secrets.token_hex(4)}"
         self._service = ServiceClient.sharing(client.holder)
@@ -176,6 +180,7 @@ class ResilientTrainingClient(TrainingClient):
         self._outbox.poison.pass_on(client._outbox.poison)
         self._client = client
         self.model_id, self.model_seq_id, self._outbox = client.model_id, client.model_seq_id, client._outbox
+        self._known_info = client._known_info
 
     @property
     def checkpoint(self) -> str | None:
@@ -208,7 +213,7 @@ class ResilientTrainingClient(TrainingClient):
         saved = await self._client.save_state(f"{self._prefix}-0", self._ttl)
         self._states.append(saved.path)
         try:
-            self._metadata = (await self._rest.get_training_run_async(self.model_id)).user_metadata
+            self._metadata = (await self._rest.get_training_run(self.model_id)).user_metadata
         except TinkerError as error:
             self._can_ask = False
             logger.debug("the server says nothing of run %s: %s", self.model_id, error)
@@ -308,7 +313,7 @@ class ResilientTrainingClient(TrainingClient):
         if not self._can_ask:
             return False
         try:
-            return (await self._rest.get_training_run_async(self.model_id)).corrupted
+            return (await self._rest.get_training_run(self.model_id)).corrupted
         except LOST:
             return True
         except TinkerError as error:
@@ -376,7 +381,7 @@ class ResilientTrainingClient(TrainingClient):
 
     async def _discard(self, path: str) -> None:
         with contextlib.suppress(TinkerError):
-            await self._rest.delete_checkpoint_from_tinker_path_async(path)
+            await self._rest.delete_checkpoint_from_tinker_path(path)
 
     # ── losing a run ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -422,7 +427,7 @@ class ResilientTrainingClient(TrainingClient):
             raise RecoveryError("no state was saved to go on from", "missing_checkpoint")
         events.emit(events.RECOVERY_CHECKPOINT_SELECTED, number, {**facts, "checkpoint": path})
         await reopened(self._session)
-        client = await self._service.create_training_client_from_state_with_optimizer_async(
+        client = await self._service.create_training_client_from_state_with_optimizer(
             path, user_metadata=self._metadata
         )
         events.emit(events.RECOVERY_CLIENT_CREATED, number, {**facts, "client": client, "checkpoint": path})
@@ -485,24 +490,14 @@ class ResilientTrainingClient(TrainingClient):
             changes=True,
         )
 
-    def forward_future(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+    def _receipts_of_pass(
+        self, data: Sequence[Datum], loss_fn: str, config: LossFnConfig | None, *, forward_only: bool
     ) -> Future[list[UntypedAPIFuture]]:
-        """Submit a forward pass and get its receipts, of the run of the moment."""
         items = _kept(data)
         return self._put_down(
-            "forward_future", lambda client: client.forward_future(items, loss_fn, loss_fn_config), changes=False
-        )
-
-    def forward_backward_future(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
-    ) -> Future[list[UntypedAPIFuture]]:
-        """Submit a pass and get its receipts, of the run of the moment."""
-        items = _kept(data)
-        return self._put_down(
-            "forward_backward_future",
-            lambda client: client.forward_backward_future(items, loss_fn, loss_fn_config),
-            changes=True,
+            "receipts",
+            lambda client: client._receipts_of_pass(items, loss_fn, config, forward_only=forward_only),
+            changes=not forward_only,
         )
 
     def forward_backward_custom(
@@ -540,13 +535,10 @@ class ResilientTrainingClient(TrainingClient):
             "optim_step", lambda client: client.optim_step(optim_params, adam_params=adam_params, **options)
         )
 
-    def optim_step_future(
-        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+    def _receipt_of_step(
+        self, optim_params: OptimParams | None, adam_params: AdamParams | None
     ) -> Future[UntypedAPIFuture]:
-        """Submit a step and get its receipt, of the run of the moment."""
-        return self._step(
-            "optim_step_future", lambda client: client.optim_step_future(optim_params, adam_params=adam_params)
-        )
+        return self._step("receipts", lambda client: client._receipt_of_step(optim_params, adam_params))
 
     def _step(self, name: str, call: Callable[[TrainingClient], Future[T]]) -> Future[T]:
         with self._lock:  # nobody's gradient may come between a step and the state after it
@@ -603,13 +595,6 @@ class ResilientTrainingClient(TrainingClient):
         )
 
     def _load(self, path: str, optimizer: bool, token: str | None, options: CallOptions) -> Future[LoadWeightsResponse]:
-        suffix = "_with_optimizer" if optimizer else ""
-        warnings.warn(
-            f"load_state{suffix} will go: ServiceClient.create_training_client_from_state{suffix} makes a new run",
-            FutureWarning,
-            stacklevel=users_level(),
-        )
-
         def call(client: TrainingClient) -> Future[LoadWeightsResponse]:
             request = LoadWeightsRequest(
                 model_id=client.model_id, path=path, optimizer=optimizer, weights_access_token=token
@@ -635,28 +620,28 @@ class ResilientTrainingClient(TrainingClient):
     # ── samplers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def save_weights_and_get_sampling_client(
-        self, name: str | None = None, retry_config: RetryConfig | None = None, record_stability_info: bool = False
-    ) -> SamplingClient:
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        kind: SamplingClientKind = "snapshot",
+    ) -> BackcompatSamplingClientFuture:
         """A sampler of the weights as they are after the calls made so far; it outlives the run and the session.
 
         Args:
             name: Save the weights under this name; without one, under one that is kept for a day.
             retry_config: How samples that fail for a passing reason are treated.
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
+            kind: "snapshot" only: a sampler that follows the weights could not be opened again.
         """
-        return start(self._sampler_of(*self._saved(name), retry_config, record_stability_info)).result()
-
-    async def save_weights_and_get_sampling_client_async(
-        self, name: str | None = None, retry_config: RetryConfig | None = None, record_stability_info: bool = False
-    ) -> SamplingClient:
-        """Like `save_weights_and_get_sampling_client`."""
-        return await start(self._sampler_of(*self._saved(name), retry_config, record_stability_info))
-
-    def _saved(self, name: str | None) -> tuple[Future[SaveWeightsForSamplerResponse]]:
-        if name is not None:
-            return (self.save_weights_for_sampler(name),)
-        self._samplers += 1
-        return (self.save_weights_for_sampler(f"{self._prefix}-sampler-{self._samplers}", SAMPLER_TTL),)
+        if checked_kind(kind) != "snapshot":
+            raise ValueError(f"a resilient training client makes samplers of kind 'snapshot' only, not {kind!r}")
+        ttl = None
+        if name is None:
+            self._samplers += 1
+            name, ttl = f"{self._prefix}-sampler-{self._samplers}", SAMPLER_TTL
+        saving = self.save_weights_for_sampler(name, ttl)
+        return BackcompatSamplingClientFuture(start(self._sampler_of(saving, retry_config, record_stability_info)))
 
     async def _sampler_of(
         self, saving: Future[SaveWeightsForSamplerResponse], config: RetryConfig | None, stability: bool
@@ -665,17 +650,12 @@ class ResilientTrainingClient(TrainingClient):
 
     def create_sampling_client(
         self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
-    ) -> SamplingClient:
+    ) -> BackcompatSamplingClientFuture:
         """A sampler of a saved checkpoint; it outlives the run and the session."""
-        return self._session.start(
-            open_resilient(self._session, model_path, retry_config, record_stability_info)
-        ).result()
-
-    async def create_sampling_client_async(
-        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
-    ) -> SamplingClient:
-        """Like `create_sampling_client`."""
-        return await self._session.start(open_resilient(self._session, model_path, retry_config, record_stability_info))
+        opening: Future[SamplingClient] = self._session.create(
+            open_resilient, self._session, model_path, retry_config, record_stability_info
+        )
+        return BackcompatSamplingClientFuture(opening)
 
     def __repr__(self) -> str:
         return f"ResilientTrainingClient({self.model_id!r}, every={self._every})"
@@ -747,6 +727,7 @@ async def open_resilient(
     client = ResilientSamplingClient(
         session,
         sampling_session_id=opened.sampling_session_id,
+        base_model=opened._base_model,
         retry_config=retry_config,
         record_stability_info=record_stability_info,
     )

@@ -1,7 +1,7 @@
 """RestClient and AdminClient: what is stored on the server, and who used it. Neither opens a session.
 
-Every method starts at once and returns a `Future` to await or to ask for its `.result()`; its `_async` twin gives the
-value. What can be checked here is checked before anything is sent, and raises ValueError.
+Every method starts at once and returns a future: `await` it, or call `.result()`. What can be checked here
+is checked before anything is sent, and raises ValueError.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 from tinkex import codec, protocol
+from tinkex.client.deprecations import deprecated, value_twin
 from tinkex.config import Config
 from tinkex.credentials import claims
 from tinkex.dialects import read_receipt
 from tinkex.errors import APIResponseValidationError, ExperimentalWarning, TinkerError
-from tinkex.futures import Future, retrieve, start
+from tinkex.futures import APIFuture, AwaitableConcurrentFuture, retrieve, start
 from tinkex.protocol import PROTOCOL_VERSION, Operation
 from tinkex.responses import wrapped
 from tinkex.runtime import runtime
@@ -63,6 +64,7 @@ from tinkex.types.sessions import (
     Empty,
     FinishReason,
     FinishSessionRequest,
+    GetServerCapabilitiesResponse,
     GetSessionResponse,
     ListSessionsResponse,
     SessionSearchRequest,
@@ -147,7 +149,7 @@ class _Client:
                 weakref.finalize(self, _close, self._own).atexit = False
             return self._own
 
-    def close(self) -> Future[None]:
+    def close(self) -> AwaitableConcurrentFuture[None]:
         """Let go of the connections, if they are this client's own.
 
         Example:
@@ -156,7 +158,7 @@ class _Client:
         """
         with self._lock:
             self._closed, own, self._own = True, self._own, None
-        return start(_closing(own))
+        return AwaitableConcurrentFuture(start(_closing(own)))
 
     def __enter__(self) -> Self:
         return self
@@ -164,19 +166,19 @@ class _Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close().result(timeout=30)
+        self.close()._own._outcome(timeout=30)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(base_url={self._config.base_url!r})"
 
-    def _start(self, work: Callable[[Transport], Coroutine[Any, Any, T]]) -> Future[T]:
+    def _start(self, work: Callable[[Transport], Coroutine[Any, Any, T]]) -> AwaitableConcurrentFuture[T]:
         """Begin work over the transport; the client stays until it is done."""
         transport = self._transport
 
         async def working(client: _Client) -> T:
             return await work(transport)
 
-        return start(working(self))
+        return AwaitableConcurrentFuture(start(working(self)))
 
     def _call(
         self,
@@ -187,7 +189,7 @@ class _Client:
         path: Mapping[str, str] | None = None,
         query: Mapping[str, object] | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Future[Any]:
+    ) -> APIFuture[Any]:
         """Call an operation on behalf of a public method."""
         sent = {**_sdk_headers(method), **(headers or {})}
 
@@ -199,7 +201,7 @@ class _Client:
 
         return self._start(work)
 
-    def _audit_log(self, event_type: AuditEventType, day: dt.date | None) -> Future[AuditLogResponse]:
+    def _audit_log(self, event_type: AuditEventType, day: dt.date | None) -> APIFuture[AuditLogResponse]:
         if event_type not in get_args(AuditEventType):
             raise ValueError(f"event_type is {event_type!r}; expected one of {', '.join(get_args(AuditEventType))}")
         if day is not None and not isinstance(day, dt.date):
@@ -210,13 +212,13 @@ class _Client:
 
     def _billing_usage(
         self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
-    ) -> Future[BillingUsageResponse]:
+    ) -> APIFuture[BillingUsageResponse]:
         span = GetBillingUsageRequest(
             starting_on=_time("starting_on", starting_on), ending_before=_time("ending_before", ending_before)
         )
         return self._call("get_billing_usage", protocol.GET_BILLING_USAGE, query=to_builtins(span))
 
-    def _storage_usage(self, project_id: str | None) -> Future[CurrentCheckpointStorageUsageResponse]:
+    def _storage_usage(self, project_id: str | None) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
         op = protocol.GET_CURRENT_CHECKPOINT_STORAGE_USAGE
         return self._call("get_current_checkpoint_storage_usage", op, query={"project_id": project_id})
 
@@ -243,7 +245,7 @@ class RestClient(_Client):
 
     def get_training_run(
         self, training_run_id: ModelID, access_scope: AccessScope | None = "owned"
-    ) -> Future[TrainingRun]:
+    ) -> APIFuture[TrainingRun]:
         """Look a training run up.
 
         Args:
@@ -259,15 +261,11 @@ class RestClient(_Client):
         """
         return self._get_training_run("get_training_run", training_run_id, access_scope)
 
-    async def get_training_run_async(
-        self, training_run_id: ModelID, access_scope: AccessScope | None = "owned"
-    ) -> TrainingRun:
-        """Like `get_training_run`."""
-        return await self.get_training_run(training_run_id, access_scope)
+    get_training_run_async = value_twin(get_training_run)
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope | None = "owned"
-    ) -> Future[TrainingRun]:
+    ) -> APIFuture[TrainingRun]:
         """Look up the training run that a checkpoint belongs to.
 
         Args:
@@ -287,13 +285,9 @@ class RestClient(_Client):
         run = _checkpoint(tinker_path)["training_run_id"]
         return self._get_training_run("get_training_run_by_tinker_path", run, access_scope)
 
-    async def get_training_run_by_tinker_path_async(
-        self, tinker_path: str, access_scope: AccessScope | None = "owned"
-    ) -> TrainingRun:
-        """Like `get_training_run_by_tinker_path`."""
-        return await self.get_training_run_by_tinker_path(tinker_path, access_scope)
+    get_training_run_by_tinker_path_async = value_twin(get_training_run_by_tinker_path)
 
-    def _get_training_run(self, method: str, run: str, scope: AccessScope | None) -> Future[TrainingRun]:
+    def _get_training_run(self, method: str, run: str, scope: AccessScope | None) -> APIFuture[TrainingRun]:
         path = {"training_run_id": _part("training_run_id", run)}
         return self._call(method, protocol.GET_TRAINING_RUN, path=path, query=_scope(scope))
 
@@ -303,7 +297,7 @@ class RestClient(_Client):
         offset: int = 0,
         access_scope: AccessScope | None = "owned",
         project_id: str | None = None,
-    ) -> Future[TrainingRunsResponse]:
+    ) -> APIFuture[TrainingRunsResponse]:
         """List training runs, a page at a time.
 
         Args:
@@ -323,17 +317,9 @@ class RestClient(_Client):
         query = {"limit": limit, "offset": offset, **_scope(access_scope), "project_id": project_id}
         return self._call("list_training_runs", protocol.LIST_TRAINING_RUNS, query=query)
 
-    async def list_training_runs_async(
-        self,
-        limit: int = 20,
-        offset: int = 0,
-        access_scope: AccessScope | None = "owned",
-        project_id: str | None = None,
-    ) -> TrainingRunsResponse:
-        """Like `list_training_runs`."""
-        return await self.list_training_runs(limit, offset, access_scope, project_id)
+    list_training_runs_async = value_twin(list_training_runs)
 
-    def unload_model(self, model_id: ModelID) -> Future[UnloadModelResponse]:
+    def unload_model(self, model_id: ModelID) -> APIFuture[UnloadModelResponse]:
         """Let the server forget the live state of a training run, on servers that offer it; its checkpoints stay.
 
         Args:
@@ -363,13 +349,9 @@ class RestClient(_Client):
 
         return self._start(work)
 
-    async def unload_model_async(self, model_id: ModelID) -> UnloadModelResponse:
-        """Like `unload_model`."""
-        return await self.unload_model(model_id)
-
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def get_weights_info_by_tinker_path(self, tinker_path: str) -> Future[WeightsInfoResponse]:
+    def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
         """What a checkpoint holds; the server judges the path.
 
         Args:
@@ -386,11 +368,7 @@ class RestClient(_Client):
         request = WeightsInfoRequest(tinker_path=tinker_path)
         return self._call("get_weights_info_by_tinker_path", protocol.WEIGHTS_INFO, request)
 
-    async def get_weights_info_by_tinker_path_async(self, tinker_path: str) -> WeightsInfoResponse:
-        """Like `get_weights_info_by_tinker_path`."""
-        return await self.get_weights_info_by_tinker_path(tinker_path)
-
-    def list_checkpoints(self, training_run_id: ModelID) -> Future[CheckpointsListResponse]:
+    def list_checkpoints(self, training_run_id: ModelID) -> APIFuture[CheckpointsListResponse]:
         """List the checkpoints of a training run.
 
         Args:
@@ -407,11 +385,9 @@ class RestClient(_Client):
         path = {"training_run_id": _part("training_run_id", training_run_id)}
         return self._call("list_checkpoints", protocol.LIST_CHECKPOINTS, path=path)
 
-    async def list_checkpoints_async(self, training_run_id: ModelID) -> CheckpointsListResponse:
-        """Like `list_checkpoints`."""
-        return await self.list_checkpoints(training_run_id)
+    list_checkpoints_async = value_twin(list_checkpoints)
 
-    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> Future[CheckpointsListResponse]:
+    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[CheckpointsListResponse]:
         """List the checkpoints of all one's training runs, a page at a time.
 
         Args:
@@ -429,11 +405,9 @@ class RestClient(_Client):
         query = {"limit": limit, "offset": offset}
         return self._call("list_user_checkpoints", protocol.LIST_USER_CHECKPOINTS, query=query)
 
-    async def list_user_checkpoints_async(self, limit: int = 100, offset: int = 0) -> CheckpointsListResponse:
-        """Like `list_user_checkpoints`."""
-        return await self.list_user_checkpoints(limit, offset)
+    list_user_checkpoints_async = value_twin(list_user_checkpoints)
 
-    def get_external_weights_urls(self, tinker_path: str) -> Future[ExternalWeightsUrlsResponse]:
+    def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
         """Signed addresses of the files of an exported checkpoint.
 
         Args:
@@ -456,9 +430,7 @@ class RestClient(_Client):
         path = _checkpoint(tinker_path)
         return self._call("get_external_weights_urls", protocol.GET_EXTERNAL_WEIGHTS_URLS, path=path)
 
-    async def get_external_weights_urls_async(self, tinker_path: str) -> ExternalWeightsUrlsResponse:
-        """Like `get_external_weights_urls`."""
-        return await self.get_external_weights_urls(tinker_path)
+    get_external_weights_urls_async = value_twin(get_external_weights_urls)
 
     def get_checkpoint_archive_url(
         self,
@@ -467,7 +439,7 @@ class RestClient(_Client):
         *,
         max_retries: int = ARCHIVE_ATTEMPTS,
         retry_delay: float = ARCHIVE_RETRY_SECONDS,
-    ) -> Future[CheckpointArchiveUrlResponse]:
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
         """The signed address of a checkpoint packed into one file, once a server that still packs has done so.
 
         Args:
@@ -488,38 +460,21 @@ class RestClient(_Client):
         """
         return self._archive("get_checkpoint_archive_url", training_run_id, checkpoint_id, max_retries, retry_delay)
 
-    async def get_checkpoint_archive_url_async(
-        self,
-        training_run_id: str,
-        checkpoint_id: str | None = None,
-        *,
-        max_retries: int = ARCHIVE_ATTEMPTS,
-        retry_delay: float = ARCHIVE_RETRY_SECONDS,
-    ) -> CheckpointArchiveUrlResponse:
-        """Like `get_checkpoint_archive_url`."""
-        return await self.get_checkpoint_archive_url(
-            training_run_id, checkpoint_id, max_retries=max_retries, retry_delay=retry_delay
-        )
+    get_checkpoint_archive_url_async = value_twin(get_checkpoint_archive_url)
 
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str, *, max_retries: int = ARCHIVE_ATTEMPTS, retry_delay: float = ARCHIVE_RETRY_SECONDS
-    ) -> Future[CheckpointArchiveUrlResponse]:
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
         """Like `get_checkpoint_archive_url` with a path."""
         name = "get_checkpoint_archive_url_from_tinker_path"
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
         return self._archive(name, parsed.training_run_id, parsed.checkpoint_id, max_retries, retry_delay)
 
-    async def get_checkpoint_archive_url_from_tinker_path_async(
-        self, tinker_path: str, *, max_retries: int = ARCHIVE_ATTEMPTS, retry_delay: float = ARCHIVE_RETRY_SECONDS
-    ) -> CheckpointArchiveUrlResponse:
-        """Like `get_checkpoint_archive_url_from_tinker_path`."""
-        return await self.get_checkpoint_archive_url_from_tinker_path(
-            tinker_path, max_retries=max_retries, retry_delay=retry_delay
-        )
+    get_checkpoint_archive_url_from_tinker_path_async = value_twin(get_checkpoint_archive_url_from_tinker_path)
 
     def _archive(
         self, method: str, run: str, checkpoint_id: str | None, attempts: int, delay: float
-    ) -> Future[CheckpointArchiveUrlResponse]:
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
         path = _checkpoint(run, checkpoint_id)
         if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
             raise ValueError(f"max_retries must be at least 1, got {attempts!r}")
@@ -544,7 +499,7 @@ class RestClient(_Client):
 
         return self._start(work)
 
-    def delete_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> Future[None]:
+    def delete_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> APIFuture[None]:
         """Delete a checkpoint for good.
 
         Args:
@@ -564,11 +519,9 @@ class RestClient(_Client):
         path = _checkpoint(training_run_id, checkpoint_id)
         return self._call("delete_checkpoint", protocol.DELETE_CHECKPOINT, path=path)
 
-    async def delete_checkpoint_async(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> None:
-        """Like `delete_checkpoint`."""
-        await self.delete_checkpoint(training_run_id, checkpoint_id)
+    delete_checkpoint_async = value_twin(delete_checkpoint)
 
-    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+    def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Delete a checkpoint for good.
 
         Args:
@@ -587,11 +540,9 @@ class RestClient(_Client):
         path = _checkpoint(tinker_path)
         return self._call("delete_checkpoint_from_tinker_path", protocol.DELETE_CHECKPOINT, path=path)
 
-    async def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
-        """Like `delete_checkpoint_from_tinker_path`."""
-        await self.delete_checkpoint_from_tinker_path(tinker_path)
+    delete_checkpoint_from_tinker_path_async = value_twin(delete_checkpoint_from_tinker_path)
 
-    def publish_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> Future[None]:
+    def publish_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> APIFuture[None]:
         """Let everyone use a checkpoint.
 
         Args:
@@ -611,11 +562,9 @@ class RestClient(_Client):
         path = _checkpoint(training_run_id, checkpoint_id)
         return self._call("publish_checkpoint", protocol.PUBLISH_CHECKPOINT, path=path)
 
-    async def publish_checkpoint_async(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> None:
-        """Like `publish_checkpoint`."""
-        await self.publish_checkpoint(training_run_id, checkpoint_id)
+    publish_checkpoint_async = value_twin(publish_checkpoint)
 
-    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+    def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Let everyone use a checkpoint.
 
         Args:
@@ -635,11 +584,9 @@ class RestClient(_Client):
         path = _checkpoint(tinker_path)
         return self._call("publish_checkpoint_from_tinker_path", protocol.PUBLISH_CHECKPOINT, path=path)
 
-    async def publish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
-        """Like `publish_checkpoint_from_tinker_path`."""
-        await self.publish_checkpoint_from_tinker_path(tinker_path)
+    publish_checkpoint_from_tinker_path_async = value_twin(publish_checkpoint_from_tinker_path)
 
-    def unpublish_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> Future[None]:
+    def unpublish_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> APIFuture[None]:
         """Keep a published checkpoint to oneself again.
 
         Args:
@@ -659,11 +606,9 @@ class RestClient(_Client):
         path = _checkpoint(training_run_id, checkpoint_id)
         return self._call("unpublish_checkpoint", protocol.UNPUBLISH_CHECKPOINT, path=path)
 
-    async def unpublish_checkpoint_async(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> None:
-        """Like `unpublish_checkpoint`."""
-        await self.unpublish_checkpoint(training_run_id, checkpoint_id)
+    unpublish_checkpoint_async = value_twin(unpublish_checkpoint)
 
-    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
+    def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Keep a published checkpoint to oneself again.
 
         Args:
@@ -683,11 +628,9 @@ class RestClient(_Client):
         path = _checkpoint(tinker_path)
         return self._call("unpublish_checkpoint_from_tinker_path", protocol.UNPUBLISH_CHECKPOINT, path=path)
 
-    async def unpublish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
-        """Like `unpublish_checkpoint_from_tinker_path`."""
-        await self.unpublish_checkpoint_from_tinker_path(tinker_path)
+    unpublish_checkpoint_from_tinker_path_async = value_twin(unpublish_checkpoint_from_tinker_path)
 
-    def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> Future[None]:
+    def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
         """Let a checkpoint expire after so many seconds from now; None keeps it for good.
 
         Args:
@@ -708,9 +651,7 @@ class RestClient(_Client):
         path, request = _checkpoint(tinker_path), SetCheckpointTtlRequest(ttl_seconds=_ttl(ttl_seconds))
         return self._call("set_checkpoint_ttl_from_tinker_path", protocol.SET_CHECKPOINT_TTL, request, path=path)
 
-    async def set_checkpoint_ttl_from_tinker_path_async(self, tinker_path: str, ttl_seconds: int | None) -> None:
-        """Like `set_checkpoint_ttl_from_tinker_path`."""
-        await self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds)
+    set_checkpoint_ttl_from_tinker_path_async = value_twin(set_checkpoint_ttl_from_tinker_path)
 
     def copy_weights(
         self,
@@ -719,7 +660,7 @@ class RestClient(_Client):
         *,
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
-    ) -> Future[str]:
+    ) -> APIFuture[str]:
         """Copy a checkpoint into a project; the future gives the copy's path.
 
         Args:
@@ -752,22 +693,11 @@ class RestClient(_Client):
 
         return self._start(work)
 
-    async def copy_weights_async(
-        self,
-        path: str,
-        destination_project_id: str | None = None,
-        *,
-        ttl_seconds: int | None = None,
-        weights_access_token: str | None = None,
-    ) -> str:
-        """Like `copy_weights`."""
-        return await self.copy_weights(
-            path, destination_project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
-        )
+    copy_weights_async = value_twin(copy_weights)
 
     # ── sessions and samplers ────────────────────────────────────────────────────────────────────────────────────
 
-    def get_session(self, session_id: str, access_scope: AccessScope | None = "owned") -> Future[GetSessionResponse]:
+    def get_session(self, session_id: str, access_scope: AccessScope | None = "owned") -> APIFuture[GetSessionResponse]:
         """The training runs and samplers of a session.
 
         Args:
@@ -784,15 +714,11 @@ class RestClient(_Client):
         path = {"session_id": _part("session_id", session_id)}
         return self._call("get_session", protocol.GET_SESSION, path=path, query=_scope(access_scope))
 
-    async def get_session_async(
-        self, session_id: str, access_scope: AccessScope | None = "owned"
-    ) -> GetSessionResponse:
-        """Like `get_session`."""
-        return await self.get_session(session_id, access_scope)
+    get_session_async = value_twin(get_session)
 
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope | None = "owned"
-    ) -> Future[ListSessionsResponse]:
+    ) -> APIFuture[ListSessionsResponse]:
         """List the ids of sessions, a page at a time.
 
         Args:
@@ -810,15 +736,11 @@ class RestClient(_Client):
         query = {"limit": limit, "offset": offset, **_scope(access_scope)}
         return self._call("list_sessions", protocol.LIST_SESSIONS, query=query)
 
-    async def list_sessions_async(
-        self, limit: int = 20, offset: int = 0, access_scope: AccessScope | None = "owned"
-    ) -> ListSessionsResponse:
-        """Like `list_sessions`."""
-        return await self.list_sessions(limit, offset, access_scope)
+    list_sessions_async = value_twin(list_sessions)
 
     def finish_session(
         self, session_id: str, reason: ClientSessionFinishReasonType = "success", detail: str | None = None
-    ) -> Future[None]:
+    ) -> APIFuture[None]:
         """Finish a session that a program has left open.
 
         Args:
@@ -842,13 +764,9 @@ class RestClient(_Client):
         request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)
         return self._call("finish_session", protocol.FINISH_SESSION, request, path=path)
 
-    async def finish_session_async(
-        self, session_id: str, reason: ClientSessionFinishReasonType = "success", detail: str | None = None
-    ) -> None:
-        """Like `finish_session`."""
-        await self.finish_session(session_id, reason, detail)
+    finish_session_async = value_twin(finish_session)
 
-    def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
+    def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
         """Move a session, with its runs and samplers, into a project.
 
         Args:
@@ -865,11 +783,9 @@ class RestClient(_Client):
         request = AssignSessionProjectRequest(project_id=project_id)
         return self._call("assign_session_project", protocol.ASSIGN_SESSION_PROJECT, request, path=path)
 
-    async def assign_session_project_async(self, session_id: str, project_id: str) -> None:
-        """Like `assign_session_project`."""
-        await self.assign_session_project(session_id, project_id)
+    assign_session_project_async = value_twin(assign_session_project)
 
-    def export_session_trace(self, session_id: str, *, poll_seconds: float = TRACE_POLL_SECONDS) -> Future[str]:
+    def export_session_trace(self, session_id: str, *, poll_seconds: float = TRACE_POLL_SECONDS) -> APIFuture[str]:
         """Have a session's timeline written as a Perfetto trace; the future gives a signed address to fetch it from.
 
         Args:
@@ -906,11 +822,9 @@ class RestClient(_Client):
 
         return self._start(work)
 
-    async def export_session_trace_async(self, session_id: str, *, poll_seconds: float = TRACE_POLL_SECONDS) -> str:
-        """Like `export_session_trace`."""
-        return await self.export_session_trace(session_id, poll_seconds=poll_seconds)
+    export_session_trace_async = value_twin(export_session_trace)
 
-    def search_sessions(self, request: SessionSearchRequest) -> Future[SessionSearchResponse]:
+    def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
         """Search sessions, newest first. Experimental: it may change in any release.
 
         A page's `next_cursor` is the next request's `cursor`; the last page has none.
@@ -929,12 +843,7 @@ class RestClient(_Client):
         _warn_experimental("search_sessions")
         return self._call("search_sessions", protocol.SEARCH_SESSIONS, request)
 
-    def search_sessions_async(self, request: SessionSearchRequest) -> Coroutine[Any, Any, SessionSearchResponse]:
-        """Like `search_sessions`."""
-        _warn_experimental("search_sessions_async")
-        return _value(self._call("search_sessions", protocol.SEARCH_SESSIONS, request))
-
-    def get_sampler(self, sampler_id: str) -> Future[GetSamplerResponse]:
+    def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
         """What a sampler samples from.
 
         Args:
@@ -949,13 +858,25 @@ class RestClient(_Client):
         """
         return self._call("get_sampler", protocol.GET_SAMPLER, path={"sampler_id": _part("sampler_id", sampler_id)})
 
-    async def get_sampler_async(self, sampler_id: str) -> GetSamplerResponse:
-        """Like `get_sampler`."""
-        return await self.get_sampler(sampler_id)
+    get_sampler_async = value_twin(get_sampler)
+
+    # ── the server ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def get_server_capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
+        """Which models the server offers.
+
+        Returns:
+            A future of the answer.
+
+        Example:
+            >>> [model.model_name for model in rest.get_server_capabilities().result().supported_models]
+            ['tinkex/tiny']
+        """
+        return self._call("get_server_capabilities", protocol.GET_SERVER_CAPABILITIES)
 
     # ── the account ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def whoami(self) -> Future[WhoamiResponse]:
+    def whoami(self) -> APIFuture[WhoamiResponse]:
         """Whom the key belongs to, as the token that the server gives for it says.
 
         Raises:
@@ -982,49 +903,34 @@ class RestClient(_Client):
 
         return self._start(work)
 
-    async def whoami_async(self) -> WhoamiResponse:
-        """Like `whoami`."""
-        return await self.whoami()
-
-    def get_audit_log(self, event_type: AuditEventType = "all", day: dt.date | None = None) -> Future[AuditLogResponse]:
+    @deprecated("call AdminClient.get_audit_log(); an AdminClient is made the same way")
+    def get_audit_log(
+        self, event_type: AuditEventType = "all", day: dt.date | None = None
+    ) -> APIFuture[AuditLogResponse]:
         """Deprecated: use `AdminClient.get_audit_log`."""
-        _warn_moved("get_audit_log")
         return self._audit_log(event_type, day)
 
-    def get_audit_log_async(
-        self, event_type: AuditEventType = "all", day: dt.date | None = None
-    ) -> Coroutine[Any, Any, AuditLogResponse]:
-        """Deprecated: use `AdminClient.get_audit_log_async`."""
-        _warn_moved("get_audit_log_async")
-        return _value(self._audit_log(event_type, day))
+    get_audit_log_async = value_twin(get_audit_log, "await AdminClient.get_audit_log()")
 
+    @deprecated("call AdminClient.get_billing_usage(); an AdminClient is made the same way")
     def get_billing_usage(
         self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
-    ) -> Future[BillingUsageResponse]:
+    ) -> APIFuture[BillingUsageResponse]:
         """Deprecated: use `AdminClient.get_billing_usage`."""
-        _warn_moved("get_billing_usage")
         return self._billing_usage(starting_on, ending_before)
 
-    def get_billing_usage_async(
-        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
-    ) -> Coroutine[Any, Any, BillingUsageResponse]:
-        """Deprecated: use `AdminClient.get_billing_usage_async`."""
-        _warn_moved("get_billing_usage_async")
-        return _value(self._billing_usage(starting_on, ending_before))
+    get_billing_usage_async = value_twin(get_billing_usage, "await AdminClient.get_billing_usage()")
 
+    @deprecated("call AdminClient.get_current_checkpoint_storage_usage(); an AdminClient is made the same way")
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
-    ) -> Future[CurrentCheckpointStorageUsageResponse]:
+    ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
         """Deprecated: use `AdminClient.get_current_checkpoint_storage_usage`."""
-        _warn_moved("get_current_checkpoint_storage_usage")
         return self._storage_usage(project_id)
 
-    def get_current_checkpoint_storage_usage_async(
-        self, project_id: str | None = None
-    ) -> Coroutine[Any, Any, CurrentCheckpointStorageUsageResponse]:
-        """Deprecated: use `AdminClient.get_current_checkpoint_storage_usage_async`."""
-        _warn_moved("get_current_checkpoint_storage_usage_async")
-        return _value(self._storage_usage(project_id))
+    get_current_checkpoint_storage_usage_async = value_twin(
+        get_current_checkpoint_storage_usage, "await AdminClient.get_current_checkpoint_storage_usage()"
+    )
 
 
 class AdminClient(_Client):
@@ -1041,7 +947,9 @@ class AdminClient(_Client):
         BillingUsageResponse(...)
     """
 
-    def get_audit_log(self, event_type: AuditEventType = "all", day: dt.date | None = None) -> Future[AuditLogResponse]:
+    def get_audit_log(
+        self, event_type: AuditEventType = "all", day: dt.date | None = None
+    ) -> APIFuture[AuditLogResponse]:
         """What was done on a day.
 
         Args:
@@ -1061,15 +969,11 @@ class AdminClient(_Client):
         """
         return self._audit_log(event_type, day)
 
-    async def get_audit_log_async(
-        self, event_type: AuditEventType = "all", day: dt.date | None = None
-    ) -> AuditLogResponse:
-        """Like `get_audit_log`."""
-        return await self._audit_log(event_type, day)
+    get_audit_log_async = value_twin(get_audit_log)
 
     def get_billing_usage(
         self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
-    ) -> Future[BillingUsageResponse]:
+    ) -> APIFuture[BillingUsageResponse]:
         """What was used, hour by hour.
 
         Args:
@@ -1088,15 +992,11 @@ class AdminClient(_Client):
         """
         return self._billing_usage(starting_on, ending_before)
 
-    async def get_billing_usage_async(
-        self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
-    ) -> BillingUsageResponse:
-        """Like `get_billing_usage`."""
-        return await self._billing_usage(starting_on, ending_before)
+    get_billing_usage_async = value_twin(get_billing_usage)
 
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
-    ) -> Future[CurrentCheckpointStorageUsageResponse]:
+    ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
         """What checkpoints take up now, in one project or in all.
 
         Args:
@@ -1112,11 +1012,7 @@ class AdminClient(_Client):
         """
         return self._storage_usage(project_id)
 
-    async def get_current_checkpoint_storage_usage_async(
-        self, project_id: str | None = None
-    ) -> CurrentCheckpointStorageUsageResponse:
-        """Like `get_current_checkpoint_storage_usage`."""
-        return await self._storage_usage(project_id)
+    get_current_checkpoint_storage_usage_async = value_twin(get_current_checkpoint_storage_usage)
 
 
 # ── what is checked before anything is sent ──────────────────────────────────────────────────────────────────────
@@ -1205,18 +1101,6 @@ def _warn_experimental(method: str) -> None:
         ExperimentalWarning,
         stacklevel=3,
     )
-
-
-def _warn_moved(method: str) -> None:
-    warnings.warn(
-        f"RestClient.{method}() has moved and will go: use AdminClient.{method}(); an AdminClient is made the same way",
-        FutureWarning,
-        stacklevel=3,
-    )
-
-
-async def _value(future: Future[T]) -> T:
-    return await future
 
 
 async def _closing(transport: Transport | None) -> None:

@@ -156,26 +156,40 @@ class Runtime:
         self.call(self._start, coroutine, future)
 
     def _start(self, coroutine: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]) -> None:
-        if future.cancelled():
+        if _Plain.cancelled(future):
             coroutine.close()
             return
         task = self.task(coroutine)
         task.add_done_callback(functools.partial(deliver, future=future))
-        future.add_done_callback(functools.partial(self._pass_cancel, task))
+        _Plain.add_done_callback(future, functools.partial(self._pass_cancel, task))
 
     def _pass_cancel(self, task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> None:
-        if future.cancelled():
+        if _Plain.cancelled(future):
             self.call(task.cancel)
+
+
+_Plain = concurrent.futures.Future
+"""Its own methods are called here, because a subclass may warn about their use by programs."""
+
+
+def give_up(future: concurrent.futures.Future[Any]) -> bool:
+    """Cancel a future and tell those who wait for it; False when it has already ended."""
+    if _Plain.cancelled(future):
+        return True
+    if not _Plain.cancel(future):
+        return False
+    future.set_running_or_notify_cancel()
+    return True
 
 
 def deliver(task: asyncio.Future[T], future: concurrent.futures.Future[T]) -> None:
     """Copy the outcome of a finished task into a future that nobody else resolves."""
-    if future.done():
+    if _Plain.done(future):
         if not task.cancelled():
             task.exception()  # mark as seen: whoever cancelled the future does not want it
         return
     if task.cancelled():
-        future.cancel()
+        give_up(future)
     elif (error := task.exception()) is not None:
         future.set_exception(error)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import itertools
 import json
 import logging
@@ -12,9 +13,10 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from tinkex import protocol, sse
+from tinkex.client.deprecations import deprecated, value_twin
 from tinkex.config import Config
 from tinkex.dialects import Receipt, sequence_ids
 from tinkex.errors import (
@@ -23,10 +25,19 @@ from tinkex.errors import (
     APIStatusError,
     APITimeoutError,
     GoneError,
+    NotFoundError,
     RateLimitError,
     TinkerError,
 )
-from tinkex.futures import Future, QueueNotice, failure_of, read_result, unlisted
+from tinkex.futures import (
+    AwaitableConcurrentFuture,
+    Future,
+    QueueNotice,
+    SampleFuture,
+    failure_of,
+    read_result,
+    unlisted,
+)
 from tinkex.pollers import BatchPoller
 from tinkex.queue_states import Observer, QueueStateLogger, QueueStateTracker
 from tinkex.retries import RetryConfig, RetryHandler
@@ -35,6 +46,7 @@ from tinkex.session import Session, shadow_of
 from tinkex.streams import SampleStream, chunks_of
 from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, get_tokenizer_id
 from tinkex.transport import OFF_LOOP_BYTES, Reply
+from tinkex.types.checkpoints import SCHEME, SamplingClientKind
 from tinkex.types.inputs import ModelInput
 from tinkex.types.record import to_json
 from tinkex.types.sampling import (
@@ -68,7 +80,7 @@ class SamplingClient:
 
     Example:
         >>> with ServiceClient(base_url="local") as service:
-        ...     sampler = service.create_sampling_client(base_model="tinkex/tiny")
+        ...     sampler = service.create_sampling_client(base_model="tinkex/tiny").result()
         ...     prompt = ModelInput.from_ints(sampler.get_tokenizer().encode("Once upon a time"))
         ...     sampler.sample(prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=8)).result()
         SampleResponse([SampledSequence(...), ...])
@@ -79,6 +91,7 @@ class SamplingClient:
         holder: Session,
         *,
         sampling_session_id: str,
+        base_model: str | None = None,
         shadow: bool = False,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
@@ -96,7 +109,7 @@ class SamplingClient:
         self._queue_states = QueueStateLogger("Sampling")
         self._streams = True
         self._asking = asyncio.Lock()
-        self._base_model: str | None = None
+        self._base_model = base_model
 
     @staticmethod
     def create(
@@ -107,14 +120,14 @@ class SamplingClient:
         sampling_session_id: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
-    ) -> Future[SamplingClient]:
+    ) -> AwaitableConcurrentFuture[SamplingClient]:
         """A sampler of a checkpoint, of a base model, or of a sampling session that is there already.
 
         Args:
             holder: The session to sample in.
             model_path: A `tinker://…/sampler_weights/…` path.
             base_model: The name of a base model.
-            sampling_session_id: A sampling session that is there already; then nothing is asked of the server.
+            sampling_session_id: A sampling session that is there already.
             retry_config: How samples that fail for a passing reason are treated.
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
 
@@ -136,7 +149,7 @@ class SamplingClient:
                 record_stability_info=record_stability_info,
             )
 
-        return holder.call(opening)
+        return AwaitableConcurrentFuture(holder.create(opening))
 
     @property
     def holder(self) -> Session:
@@ -248,7 +261,9 @@ class SamplingClient:
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
-        return self._session.call(self._sample, request, timeout, queue_state_observer, headers)
+        return self._session.call(self._sample, request, timeout, queue_state_observer, headers, kind=SampleFuture)
+
+    sample_async = value_twin(sample)
 
     def _request(
         self,
@@ -525,38 +540,6 @@ class SamplingClient:
                 f"{op.title} at {transport.place}: the stream ended before {open_samples} of its samples did"
             )
 
-    async def sample_async(
-        self,
-        prompt: ModelInput,
-        num_samples: int,
-        sampling_params: SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: TensorData | None = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
-        *,
-        timeout: float | None = None,
-        queue_state_observer: Observer | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> SampleResponse:
-        """Like `sample`; gives the samples themselves."""
-        return await self.sample(
-            prompt,
-            num_samples,
-            sampling_params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
-            topk_sample_logprobs,
-            target_prompt_logprobs,
-            prompt_alt_tokens_k,
-            prompt_logprobs_last_n,
-            timeout=timeout,
-            queue_state_observer=queue_state_observer,
-            headers=headers,
-        )
-
     def compute_logprobs(
         self,
         prompt: ModelInput,
@@ -587,20 +570,9 @@ class SamplingClient:
         async def score() -> list[float | None]:
             return (await self._sample(request, timeout, queue_state_observer)).prompt_logprobs or []
 
-        return self._session.call(score)
+        return self._session.call(score, kind=SampleFuture)
 
-    async def compute_logprobs_async(
-        self,
-        prompt: ModelInput,
-        prompt_logprobs_last_n: int | None = None,
-        *,
-        timeout: float | None = None,
-        queue_state_observer: Observer | None = None,
-    ) -> list[float | None]:
-        """Like `compute_logprobs`; gives the list itself."""
-        return await self.compute_logprobs(
-            prompt, prompt_logprobs_last_n, timeout=timeout, queue_state_observer=queue_state_observer
-        )
+    compute_logprobs_async = value_twin(compute_logprobs)
 
     def get_sampler_handle(self) -> str:
         """A text from which another process can make this client: where it is, what it samples, no credential.
@@ -614,6 +586,7 @@ class SamplingClient:
             "base_url": self._session.config.base_url,
             "session_id": self._session.session_id,
             "sampling_session_id": self.sampling_session_id,
+            "base_model": self._base_model,
             "record_stability_info": self._record_stability_info,
         }
         return base64.urlsafe_b64encode(to_json(state)).decode()
@@ -643,6 +616,7 @@ class SamplingClient:
             return SamplingClient(
                 shadow_of(config, state["session_id"]),
                 sampling_session_id=state["sampling_session_id"],
+                base_model=state.get("base_model"),  # handles of older clients do not name it
                 record_stability_info=bool(state["record_stability_info"]),
             )
         except (binascii.Error, KeyError, TypeError, UnicodeError, json.JSONDecodeError):
@@ -653,26 +627,25 @@ class SamplingClient:
         return (_unpickled, (self.get_sampler_handle(), self._session.config.api_key, self._retry_config))
 
     async def _model(self) -> str:
-        """The base model's name, asked for once: a sampler never changes it. Whoever asks, it is on tinkex's loop."""
+        """The base model's name: learnt when the sampler was opened, or asked for once."""
         async with self._asking:
             if self._base_model is None:
-                path = {"sampler_id": self.sampling_session_id}
-                sampler: GetSamplerResponse = await self._session.transport.call(protocol.GET_SAMPLER, path=path)
-                self._base_model = sampler.base_model
+                self._base_model = await base_model_of(self._session, self.sampling_session_id)
             return self._base_model
 
     def get_base_model(self) -> str:
-        """The name of the base model under this sampler; the server is asked once.
+        """The name of the base model under this sampler; no request is needed.
 
         Example:
             >>> sampler.get_base_model()
             'tinkex/tiny'
         """
-        return self._session.call(self._model).result()
+        return self._session.call(self._model).result() if self._base_model is None else self._base_model
 
+    @deprecated("call SamplingClient.get_base_model(), which makes no request")
     async def get_base_model_async(self) -> str:
-        """Like `get_base_model`."""
-        return await self._session.call(self._model)
+        """Deprecated: use `get_base_model`, which makes no request."""
+        return await self._session.call(self._model) if self._base_model is None else self._base_model
 
     def get_tokenizer(
         self,
@@ -681,7 +654,7 @@ class SamplingClient:
         sampler_fun: Callable[[SamplingClient], Any] | None = None,
         load_fun: LoadFunction | None = None,
     ) -> Any:
-        """The tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`. The server is asked once.
+        """The tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`.
 
         Args:
             backend: "transformers" or "tokenizers"; the first that is installed by default.
@@ -702,7 +675,7 @@ class SamplingClient:
     @unlisted
     async def get_tokenizer_async(self, *, backend: str | None = None, load_fun: LoadFunction | None = None) -> Any:
         """Like `get_tokenizer`."""
-        tokenizer_id = get_tokenizer_id(await self.get_base_model_async())
+        tokenizer_id = get_tokenizer_id(await self._session.call(self._model))
         return await asyncio.to_thread(get_or_load_tokenizer, tokenizer_id, backend=backend, load_fun=load_fun)
 
     def __repr__(self) -> str:
@@ -715,6 +688,20 @@ def _unpickled(handle: str, api_key: str | None, retry_config: RetryConfig | Non
     return client
 
 
+async def base_model_of(session: Session, sampling_session_id: str) -> str:
+    """Ask the server which base model a sampling session samples from."""
+    path = {"sampler_id": sampling_session_id}
+    sampler: GetSamplerResponse = await session.transport.call(protocol.GET_SAMPLER, path=path)
+    return sampler.base_model
+
+
+def checked_kind(kind: SamplingClientKind) -> SamplingClientKind:
+    """The kind of a sampler, if there is one of that name."""
+    if kind not in get_args(SamplingClientKind):
+        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(get_args(SamplingClientKind))}")
+    return kind
+
+
 async def open_sampling_client(
     session: Session,
     *,
@@ -723,11 +710,30 @@ async def open_sampling_client(
     sampling_session_id: str | None = None,
     retry_config: RetryConfig | None = None,
     record_stability_info: bool = False,
+    known_model: str | None = None,
 ) -> SamplingClient:
-    """Bind a new sampler to a base model or a checkpoint; a sampling session that is there needs no binding."""
+    """Bind a new sampler to a base model or a checkpoint; a sampling session that is there needs no binding.
+
+    Args:
+        session: The session to sample in.
+        base_model: The name of a base model.
+        model_path: A `tinker://…/sampler_weights/…` path.
+        sampling_session_id: A sampling session that is there already.
+        retry_config: How samples that fail for a passing reason are treated.
+        record_stability_info: Ask the server to keep what `stable_reinforce` needs.
+        known_model: The base model under the weights, which is not sent; the server is asked for it otherwise.
+
+    Returns:
+        The sampler.
+
+    Raises:
+        ValueError: Nothing to sample from was given, or the path is not a `tinker://` path.
+    """
     if sampling_session_id is None:
         if model_path is None and base_model is None:
             raise ValueError("give model_path or base_model")
+        if model_path is not None and not model_path.startswith(SCHEME):
+            raise ValueError(f"model_path must start with {SCHEME!r}, got {model_path!r}")
         request = CreateSamplingSessionRequest(
             session_id=session.session_id,
             sampling_session_seq_id=next(session.sampling_session_seq_ids),
@@ -738,9 +744,14 @@ async def open_sampling_client(
             protocol.CREATE_SAMPLING_SESSION, request
         )
         sampling_session_id = response.sampling_session_id
+    model = base_model or known_model
+    if model is None:
+        with contextlib.suppress(NotFoundError):  # older servers have no such endpoint
+            model = await base_model_of(session, sampling_session_id)
     return SamplingClient(
         session,
         sampling_session_id=sampling_session_id,
+        base_model=model,
         retry_config=retry_config,
         record_stability_info=record_stability_info,
     )

@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from tinkex import loss_graphs, protocol
+from tinkex.client.deprecations import deprecated, value_twin
+from tinkex.client.sampling_future import BackcompatSamplingClientFuture, open_later
+from tinkex.client.training_future import BackcompatTrainingClientFuture
 from tinkex.config import Config
-from tinkex.errors import TinkerError
-from tinkex.futures import Future, start
+from tinkex.errors import NotFoundError, TinkerError
+from tinkex.futures import APIFuture, AwaitableConcurrentFuture, Future, start
 from tinkex.limits import BreakerState
 from tinkex.loss_graphs import LossHandle, PerDatumLossFn
 from tinkex.retries import RetryConfig
 from tinkex.runtime import runtime
-from tinkex.sampling import SamplingClient
 from tinkex.session import Session
-from tinkex.training import TrainingClient
+from tinkex.training import TrainingClient, info_of
 from tinkex.types.checkpoints import (
     CONSOLE,
-    SCHEME,
     LoadWeightsRequest,
     LoadWeightsResponse,
     WeightsInfoRequest,
@@ -63,7 +64,7 @@ class ServiceClient:
 
     Example:
         >>> with ServiceClient(base_url="local") as service:
-        ...     client = service.create_lora_training_client("tinkex/tiny", rank=16)
+        ...     client = service.create_lora_training_client("tinkex/tiny", rank=16).result()
         ...     tokens = client.encode("12+34=46")
         ...     data = [Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})]
         ...     client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
@@ -147,7 +148,7 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
-    ) -> TrainingClient:
+    ) -> BackcompatTrainingClientFuture:
         """Start a training run of a fresh LoRA adapter.
 
         Args:
@@ -161,52 +162,33 @@ class ServiceClient:
             optimizer: AdamW by default.
 
         Returns:
-            The client of the new run.
+            A future of the client of the new run.
 
         Raises:
-            BadRequestError: The server has no such model; the message lists the ones there are.
+            AssertionError: Nothing is to be adapted.
+            BadRequestError: The future's: the server has no such model; the message lists the ones there are.
 
         Example:
-            >>> client = service.create_lora_training_client("tinkex/tiny", rank=16)
+            >>> client = service.create_lora_training_client("tinkex/tiny", rank=16).result()
             >>> client.get_info().lora_rank
             16
         """
-        return self._create_lora(
-            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
-        ).result()
-
-    async def create_lora_training_client_async(
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: dict[str, str] | None = None,
-        optimizer: OptimizerConfig | None = None,
-    ) -> TrainingClient:
-        """Like `create_lora_training_client`."""
-        return await self._create_lora(
-            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
+        lora = _checked(
+            LoraConfig(rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
         )
+        number = next(self._session.model_seq_ids)
+        return self._making(self._create_model, number, base_model, lora, user_metadata, optimizer)
 
-    def _create_lora(
-        self,
-        base_model: str,
-        rank: int,
-        seed: int | None,
-        mlp: bool,
-        attn: bool,
-        unembed: bool,
-        user_metadata: dict[str, str] | None,
-        optimizer: OptimizerConfig | None,
-    ) -> Future[TrainingClient]:
-        lora = _checked(LoraConfig(rank=rank, seed=seed, train_unembed=unembed, train_mlp=mlp, train_attn=attn))
-        return self._session.start(self._create_model(base_model, lora, user_metadata, optimizer))
+    create_lora_training_client_async = value_twin(create_lora_training_client)
+
+    def _making(
+        self, make: Callable[..., Coroutine[Any, Any, TrainingClient]], *args: Any
+    ) -> BackcompatTrainingClientFuture:
+        return BackcompatTrainingClientFuture(self._session.create(make, *args))
 
     async def _create_model(
         self,
+        number: int,
         base_model: str,
         lora: LoraConfig,
         user_metadata: dict[str, str] | None,
@@ -216,14 +198,24 @@ class ServiceClient:
         session = self._session
         request = CreateModelRequest(
             session_id=session.session_id,
-            model_seq_id=next(session.model_seq_ids),
+            model_seq_id=number,
             base_model=base_model,
             lora_config=lora,
             optimizer_config=optimizer or AdamOptimizerConfig(),
             user_metadata=user_metadata,
         )
         created: CreateModelResponse = await session.run(protocol.CREATE_MODEL, request)
-        return TrainingClient(session, request.model_seq_id, created.model_id, first_seq_id=first_seq_id)
+        return await self._client_of(number, created.model_id, first_seq_id)
+
+    async def _client_of(self, number: int, model_id: str, first_seq_id: int = 1) -> TrainingClient:
+        """The client of a new run, with what the server says that it trains."""
+        try:
+            info = await info_of(self._session, model_id)
+        except NotFoundError:
+            if not self._session.transport.is_older:
+                raise
+            info = None
+        return TrainingClient(self._session, number, model_id, info=info, first_seq_id=first_seq_id)
 
     def create_training_client_from_state(
         self,
@@ -232,7 +224,7 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
-    ) -> TrainingClient:
+    ) -> BackcompatTrainingClientFuture:
         """Start a training run from a checkpoint's weights; the optimizer starts afresh.
 
         Args:
@@ -243,33 +235,22 @@ class ServiceClient:
             optimizer: Another optimizer than the checkpoint's.
 
         Returns:
-            The client of the new run.
+            A future of the client of the new run.
 
         Raises:
-            TinkerError: There is no such checkpoint, or it is not one of training.
-            ValueError: It is no LoRA checkpoint.
+            TinkerError: The future's: there is no such checkpoint, or it is not one of training.
 
         Example:
             >>> path = client.save_state("step-100").result().path
-            >>> service.create_training_client_from_state(path)
+            >>> service.create_training_client_from_state(path).result()
             TrainingClient('...:train:1')
         """
-        return self._session.start(
-            self._from_state(path, False, base_model, user_metadata, weights_access_token, optimizer)
-        ).result()
-
-    async def create_training_client_from_state_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, str] | None = None,
-        weights_access_token: str | None = None,
-        optimizer: OptimizerConfig | None = None,
-    ) -> TrainingClient:
-        """Like `create_training_client_from_state`."""
-        return await self._session.start(
-            self._from_state(path, False, base_model, user_metadata, weights_access_token, optimizer)
+        number = next(self._session.model_seq_ids)
+        return self._making(
+            self._from_state, number, path, False, base_model, user_metadata, weights_access_token, optimizer
         )
+
+    create_training_client_from_state_async = value_twin(create_training_client_from_state)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -277,7 +258,7 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
-    ) -> TrainingClient:
+    ) -> BackcompatTrainingClientFuture:
         """Start a training run that carries on where a checkpoint left off, optimizer state included.
 
         Args:
@@ -287,34 +268,26 @@ class ServiceClient:
             weights_access_token: The key of the account that may read the checkpoint, when it is another one.
 
         Returns:
-            The client of the new run.
+            A future of the client of the new run.
 
         Raises:
-            TinkerError: There is no such checkpoint, or it holds no optimizer state.
+            TinkerError: The future's: there is no such checkpoint, or it holds no optimizer state.
 
         Example:
             >>> path = client.save_state("step-100").result().path
-            >>> service.create_training_client_from_state_with_optimizer(path)
+            >>> service.create_training_client_from_state_with_optimizer(path).result()
             TrainingClient('...:train:1')
         """
-        return self._session.start(
-            self._from_state(path, True, base_model, user_metadata, weights_access_token, None)
-        ).result()
+        number = next(self._session.model_seq_ids)
+        return self._making(self._from_state, number, path, True, base_model, user_metadata, weights_access_token, None)
 
-    async def create_training_client_from_state_with_optimizer_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, str] | None = None,
-        weights_access_token: str | None = None,
-    ) -> TrainingClient:
-        """Like `create_training_client_from_state_with_optimizer`."""
-        return await self._session.start(
-            self._from_state(path, True, base_model, user_metadata, weights_access_token, None)
-        )
+    create_training_client_from_state_with_optimizer_async = value_twin(
+        create_training_client_from_state_with_optimizer
+    )
 
     async def _from_state(
         self,
+        number: int,
         path: str,
         with_optimizer: bool,
         base_model: str | None,
@@ -322,10 +295,35 @@ class ServiceClient:
         token: str | None,
         optimizer: OptimizerConfig | None,
     ) -> TrainingClient:
-        """Make a run of a checkpoint: in one request where the server can, else of the shape that it says it has."""
+        """Make a run of a checkpoint: in one request, which the oldest servers do not know."""
         session = self._session
-        if session.client_config.create_model_via_load_weights:
-            return await self._by_loading(path, with_optimizer, base_model, user_metadata, token, optimizer)
+        if session.client_config_is_missing:
+            return await self._as_described(number, path, with_optimizer, base_model, user_metadata, token, optimizer)
+        request = LoadWeightsRequest(
+            session_id=session.session_id,
+            model_seq_id=number,
+            path=path,
+            optimizer=with_optimizer,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            optimizer_config=optimizer,
+            weights_access_token=token,
+        )
+        loaded: LoadWeightsResponse = await session.run(protocol.LOAD_WEIGHTS, request)
+        return await self._client_of(number, loaded.model_id or f"{session.session_id}:train:{number}")
+
+    async def _as_described(
+        self,
+        number: int,
+        path: str,
+        with_optimizer: bool,
+        base_model: str | None,
+        user_metadata: dict[str, str] | None,
+        token: str | None,
+        optimizer: OptimizerConfig | None,
+    ) -> TrainingClient:
+        """Make a run of the shape that a checkpoint has, and load the checkpoint into it."""
+        session = self._session
         headers = {"X-API-Key": token} if token else None  # a foreign checkpoint is described to its token alone
         info: WeightsInfoResponse = await session.transport.call(
             protocol.WEIGHTS_INFO, WeightsInfoRequest(tinker_path=path), headers=headers
@@ -341,7 +339,7 @@ class ServiceClient:
             )
         )
         chosen = optimizer or info.optimizer_config
-        client = await self._create_model(base_model or info.base_model, lora, user_metadata, chosen, 2)
+        client = await self._create_model(number, base_model or info.base_model, lora, user_metadata, chosen, 2)
         request = LoadWeightsRequest(
             model_id=client.model_id,
             seq_id=1,
@@ -356,29 +354,6 @@ class ServiceClient:
             runtime().task(_forget(session, client.model_id))
             raise
         return client
-
-    async def _by_loading(
-        self,
-        path: str,
-        with_optimizer: bool,
-        base_model: str | None,
-        user_metadata: dict[str, str] | None,
-        token: str | None,
-        optimizer: OptimizerConfig | None,
-    ) -> TrainingClient:
-        session, number = self._session, next(self._session.model_seq_ids)
-        request = LoadWeightsRequest(
-            session_id=session.session_id,
-            model_seq_id=number,
-            path=path,
-            optimizer=with_optimizer,
-            base_model=base_model,
-            user_metadata=user_metadata,
-            optimizer_config=optimizer,
-            weights_access_token=token,
-        )
-        loaded: LoadWeightsResponse = await session.run(protocol.LOAD_WEIGHTS, request)
-        return TrainingClient(session, number, loaded.model_id or f"{session.session_id}:train:{number}")
 
     def create_custom_loss(self, fn: PerDatumLossFn, input_ranks: Mapping[str, Rank]) -> Future[LossHandle]:
         """Make a loss that `forward_backward_custom` can use without a second pass, on servers that run such losses.
@@ -430,7 +405,7 @@ class ServiceClient:
         base_model: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
-    ) -> SamplingClient:
+    ) -> BackcompatSamplingClientFuture:
         """A sampler of a saved checkpoint or of a base model.
 
         Args:
@@ -440,41 +415,20 @@ class ServiceClient:
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
 
         Returns:
-            The sampler.
+            A future of the sampler.
 
         Raises:
-            ValueError: Neither was given, or the path is not a `tinker://` path.
-            BadRequestError: The server has no such model; the message lists the ones there are.
+            ValueError: Neither was given; or, of the future, the path is not a `tinker://` path.
+            BadRequestError: The future's: the server has no such model; the message lists the ones there are.
 
         Example:
-            >>> sampler = service.create_sampling_client(base_model="tinkex/tiny")
+            >>> sampler = service.create_sampling_client(base_model="tinkex/tiny").result()
             >>> sampler.sample(prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=8)).result()
             SampleResponse([SampledSequence(...), ...])
         """
-        return self._open_sampler(model_path, base_model, retry_config, record_stability_info).result()
-
-    async def create_sampling_client_async(
-        self,
-        model_path: str | None = None,
-        base_model: str | None = None,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-    ) -> SamplingClient:
-        """Like `create_sampling_client`."""
-        return await self._open_sampler(model_path, base_model, retry_config, record_stability_info)
-
-    def _open_sampler(
-        self,
-        model_path: str | None,
-        base_model: str | None,
-        retry_config: RetryConfig | None,
-        record_stability_info: bool,
-    ) -> Future[SamplingClient]:
         if model_path is None and base_model is None:
             raise ValueError("give model_path or base_model")
-        if model_path is not None and not model_path.startswith(SCHEME):
-            raise ValueError(f"model_path must start with {SCHEME!r}, got {model_path!r}")
-        return SamplingClient.create(
+        return open_later(
             self._session,
             model_path=model_path,
             base_model=base_model,
@@ -482,16 +436,13 @@ class ServiceClient:
             record_stability_info=record_stability_info,
         )
 
+    create_sampling_client_async = value_twin(create_sampling_client)
+
+    @deprecated("make a tinkex.RestClient(), which takes the same base_url and api_key and needs no ServiceClient")
     def create_rest_client(self) -> RestClient:
         """Deprecated: use `RestClient`, made directly; this one uses the service client's connections."""
         from tinkex.rest import RestClient
 
-        warnings.warn(
-            "ServiceClient.create_rest_client() will go: make a tinkex.RestClient() instead, "
-            "which takes the same base_url and api_key and needs no ServiceClient",
-            FutureWarning,
-            stacklevel=2,
-        )
         return RestClient(self._session)
 
     # ── the service ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -500,8 +451,9 @@ class ServiceClient:
         answer: GetServerCapabilitiesResponse = await self._session.transport.call(protocol.GET_SERVER_CAPABILITIES)
         return answer
 
+    @deprecated("call RestClient().get_server_capabilities()")
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
-        """Which models the server offers.
+        """Which models the server offers. Deprecated: use `RestClient.get_server_capabilities`.
 
         Example:
             >>> [model.model_name for model in service.get_server_capabilities().supported_models]
@@ -509,13 +461,14 @@ class ServiceClient:
         """
         return self._session.start(self._capabilities()).result()
 
+    @deprecated("await RestClient().get_server_capabilities()")
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
-        """Like `get_server_capabilities`."""
+        """Like `get_server_capabilities`. Deprecated: use `RestClient.get_server_capabilities`."""
         return await self._session.start(self._capabilities())
 
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
-    ) -> Future[str]:
+    ) -> APIFuture[str]:
         """Copy a checkpoint into this client's project, on servers that offer it; the future gives the copy's path.
 
         Args:
@@ -556,13 +509,15 @@ class ServiceClient:
         Example:
             >>> config = Config.resolve(base_url="local", circuit_breaker=True)
             >>> with ServiceClient(config=config) as service:
-            ...     capabilities = service.get_server_capabilities()
-            ...     service.circuit_breakers()["GET get_server_capabilities"]
+            ...     sampler = service.create_sampling_client(base_model="tinkex/tiny").result()
+            ...     service.circuit_breakers()["POST create_sampling_session"]
             'closed'
         """
         return self._session.transport.breakers.states() if self._session.transport.breakers else {}
 
-    def close(self, status: ClientSessionFinishReasonType = "success", detail: str | None = None) -> Future[None]:
+    def close(
+        self, status: ClientSessionFinishReasonType = "success", detail: str | None = None
+    ) -> AwaitableConcurrentFuture[None]:
         """Finish the session; a second call does nothing.
 
         Args:
@@ -577,7 +532,7 @@ class ServiceClient:
             >>> service = ServiceClient(base_url="local")
             >>> service.close("errored", "the data ran out").result()
         """
-        return start(self._session.finish(status, detail))
+        return AwaitableConcurrentFuture(start(self._session.finish(status, detail)))
 
     def __enter__(self) -> Self:
         return self
@@ -588,12 +543,13 @@ class ServiceClient:
         status: ClientSessionFinishReasonType = "success"
         if kind is not None:
             status = "errored" if issubclass(kind, Exception) else "interrupted"
-        closing = self.close(status, repr(error) if error is not None else None)
+        # A `with` block inside an event loop blocks that loop here, which whoever wrote it knows.
+        closing = start(self._session.finish(status, repr(error) if error is not None else None))
         if status == "success":
-            closing.result()
+            closing._outcome()
             return
         try:
-            closing.result(timeout=10)
+            closing._outcome(timeout=10)
         except TimeoutError:  # the error that ended the block matters more
             logger.warning("the session could not be finished within 10 s")
 

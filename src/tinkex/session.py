@@ -107,11 +107,19 @@ class Session:
             raise RuntimeError("ServiceClient is closed")
         return start(self._after_open(coroutine))
 
-    def call(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Future[T]:
+    def call(
+        self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any, kind: type[Future[T]] | None = None
+    ) -> Future[T]:
         """Like `start`, but the coroutine is made when its turn comes: a call cancelled earlier leaves none behind."""
         if self.closed:
             raise RuntimeError("ServiceClient is closed")
-        return start(self._call(function, args))
+        return start(self._call(function, args), kind)
+
+    def create(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Future[T]:
+        """Like `call`, for what makes a client: closing the session waits for it."""
+        future = self.call(function, *args)
+        self.track(future)
+        return future
 
     async def _call(self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> T:
         if not self._is_open:
@@ -331,7 +339,7 @@ class Session:
 
     async def _settle(self, reason: ClientSessionFinishReasonType) -> None:
         """Before a session ends well, what was called is carried out; otherwise what is dropped is named."""
-        pending = list(self._pending)
+        pending = list(self._pending) if self._is_open else []  # else there is nothing that could be carried out
         if pending and reason == "success":
             logger.info("closing: waiting for %d calls under way", len(pending))
             await asyncio.gather(*pending, return_exceptions=True)

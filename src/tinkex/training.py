@@ -15,6 +15,9 @@ import numpy as np
 
 from tinkex import loss_graphs, losses, protocol
 from tinkex.client.custom_losses import CustomPass, Poison, check_torch
+from tinkex.client.deprecations import deprecated, twin, value_twin
+from tinkex.client.receipts import Receipts, public
+from tinkex.client.sampling_future import BackcompatSamplingClientFuture, open_later
 from tinkex.dialects import Receipt
 from tinkex.errors import APIConnectionError, APIResponseValidationError, RequestFailedError, TinkerError
 from tinkex.futures import Future, combine, start, unlisted, users_level
@@ -24,12 +27,13 @@ from tinkex.protocol import Operation
 from tinkex.queue_states import Observer, QueueStateLogger, QueueStateTracker
 from tinkex.retries import RetryConfig
 from tinkex.runtime import runtime
-from tinkex.sampling import SamplingClient, open_sampling_client
+from tinkex.sampling import SamplingClient, checked_kind, open_sampling_client
 from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, tokenizer_id_of
 from tinkex.types.checkpoints import (
     CONSOLE,
     LoadWeightsRequest,
     LoadWeightsResponse,
+    SamplingClientKind,
     SaveWeightsExternalRequest,
     SaveWeightsExternalResponse,
     SaveWeightsForSamplerRequest,
@@ -224,22 +228,13 @@ async def _in_order(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _public(receipt: Receipt) -> UntypedAPIFuture:
-    if receipt.request_id is None:
-        raise TinkerError(
-            f"{receipt.op.name}: the server answered with the result itself, there is no future to wait for",
-            hint="call the method without _future, which takes both",
-        )
-    return UntypedAPIFuture(request_id=receipt.request_id)
-
-
 class TrainingClient:
     """One training run. Calls return at once; the server executes them in the order they were made.
 
     In the examples `client` is one; `help(tinkex)` shows how the others, such as `data`, are made.
 
     Example:
-        >>> client = service.create_lora_training_client("tinkex/tiny", rank=16)
+        >>> client = service.create_lora_training_client("tinkex/tiny", rank=16).result()
         >>> tokens = client.encode("12+34=46")
         >>> data = [Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})]
         >>> passed = client.forward_backward(data, "cross_entropy")
@@ -248,15 +243,23 @@ class TrainingClient:
         (10.6..., 0.001)
     """
 
-    def __init__(self, holder: Session, model_seq_id: int, model_id: str, *, first_seq_id: int = 1) -> None:
+    def __init__(
+        self,
+        holder: Session,
+        model_seq_id: int,
+        model_id: str,
+        *,
+        info: GetInfoResponse | None = None,
+        first_seq_id: int = 1,
+    ) -> None:
         self._session = holder
         self.model_seq_id = model_seq_id
         self.model_id = model_id
+        self._known_info = info
         self._outbox = Outbox(holder, first_seq_id)
         self._queue_states = QueueStateLogger("Training")
         self._loaded_tokenizer: Any = None
         self._asking = asyncio.Lock()
-        self._known_tokenizer_id: str | None = None
 
     @property
     def holder(self) -> Session:
@@ -356,67 +359,21 @@ class TrainingClient:
         """
         return self._pass(data, loss_fn, loss_fn_config, options, forward_only=False)
 
-    async def forward_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: LossFnConfig | None = None,
-        **options: Unpack[CallOptions],
-    ) -> Future[ForwardBackwardOutput]:
-        """Like `forward`; awaiting it gives the future."""
-        return self.forward(data, loss_fn, loss_fn_config, **options)
+    forward_async = twin(forward)
+    forward_backward_async = twin(forward_backward)
 
-    async def forward_backward_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: LossFnConfig | None = None,
-        **options: Unpack[CallOptions],
-    ) -> Future[ForwardBackwardOutput]:
-        """Like `forward_backward`; awaiting it gives the future."""
-        return self.forward_backward(data, loss_fn, loss_fn_config, **options)
-
-    def forward_future(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
-    ) -> Future[list[UntypedAPIFuture]]:
-        """Submit a forward pass and get its receipts, one per chunk, for `retrieve` or another process to wait for.
-
-        Args:
-            data: The examples.
-            loss_fn: The name of a loss.
-            loss_fn_config: Settings of that loss.
-
-        Returns:
-            A future of the receipts.
+    @property
+    def receipts(self) -> Receipts:
+        """The calls that give receipts, to wait for a result later or in another process.
 
         Example:
-            >>> receipts = client.forward_future(data, "cross_entropy").result()
-            >>> client.retrieve(receipts[0], "forward").result().metrics["loss:sum"]
+            >>> [receipt] = client.receipts.forward_backward(data, "cross_entropy").result()
+            >>> client.receipts.retrieve(receipt).result().metrics["loss:sum"]
             10.6...
         """
-        return self._pass_future(data, loss_fn, loss_fn_config, forward_only=True)
+        return Receipts(self)
 
-    def forward_backward_future(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
-    ) -> Future[list[UntypedAPIFuture]]:
-        """Submit a pass and get its receipts, one per chunk, for `retrieve` or another process to wait for.
-
-        Args:
-            data: The examples.
-            loss_fn: The name of a loss.
-            loss_fn_config: Settings of that loss.
-
-        Returns:
-            A future of the receipts.
-
-        Example:
-            >>> [receipt] = client.forward_backward_future(data, "cross_entropy").result()
-            >>> receipt.request_id
-            '...:train:0:1'
-        """
-        return self._pass_future(data, loss_fn, loss_fn_config, forward_only=False)
-
-    def _pass_future(
+    def _receipts_of_pass(
         self, data: Sequence[Datum], loss_fn: str, config: LossFnConfig | None, *, forward_only: bool
     ) -> Future[list[UntypedAPIFuture]]:
         items, settings = _checked(data), checked_config(loss_fn, config)
@@ -425,7 +382,7 @@ class TrainingClient:
             receipts = await self._submit_data(self._chunks(items), loss_fn, settings, forward_only)
 
             async def fetch() -> list[UntypedAPIFuture]:
-                return [_public(receipt) for receipt in receipts]
+                return [public(receipt) for receipt in receipts]
 
             return fetch
 
@@ -603,19 +560,7 @@ class TrainingClient:
         custom.watch(future)
         return future
 
-    async def forward_backward_custom_async(
-        self,
-        data: Sequence[Datum],
-        loss_fn: losses.CustomLoss | LossHandle,
-        *,
-        loss_type_input: Literal["logprobs"] | None = None,
-        regularizers: Sequence[RegularizerSpec] = (),
-        **options: Unpack[CallOptions],
-    ) -> Future[ForwardBackwardOutput]:
-        """Like `forward_backward_custom`; awaiting it gives the future."""
-        return self.forward_backward_custom(
-            data, loss_fn, loss_type_input=loss_type_input, regularizers=regularizers, **options
-        )
+    forward_backward_custom_async = twin(forward_backward_custom)
 
     # ── steps and checkpoints ────────────────────────────────────────────────────────────────────────────────────
 
@@ -657,90 +602,28 @@ class TrainingClient:
         """
         return self._put(protocol.OPTIM_STEP, self._step_request(optim_params, adam_params), options)
 
-    async def optim_step_async(
-        self,
-        optim_params: OptimParams | None = None,
-        *,
-        adam_params: AdamParams | None = None,
-        **options: Unpack[CallOptions],
-    ) -> Future[OptimStepResponse]:
-        """Like `optim_step`; awaiting it gives the future."""
-        return self.optim_step(optim_params, adam_params=adam_params, **options)
+    optim_step_async = twin(optim_step, "call TrainingClient.optim_step() before waiting for the passes of the step")
 
-    def optim_step_future(
-        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+    def _receipt_of_step(
+        self, optim_params: OptimParams | None, adam_params: AdamParams | None
     ) -> Future[UntypedAPIFuture]:
-        """Submit a step and get its receipt, for `retrieve` or another process to wait for.
-
-        Args:
-            optim_params: The hyper-parameters of this step.
-            adam_params: The same, under its older name.
-
-        Returns:
-            A future of the receipt.
-
-        Example:
-            >>> receipt = client.optim_step_future(AdamParams(learning_rate=1e-4)).result()
-            >>> client.retrieve(receipt, "optim_step").result()
-            OptimStepResponse(metrics={...})
-        """
         request = self._step_request(optim_params, adam_params)
 
         async def turn() -> Fetch[UntypedAPIFuture]:
             receipt = await _carried(self._submit(protocol.OPTIM_STEP, self._numbered(request)))
 
             async def fetch() -> UntypedAPIFuture:
-                return _public(receipt)
+                return public(receipt)
 
             return fetch
 
         return self._outbox.put(turn)
 
-    def retrieve(
-        self,
-        request: UntypedAPIFuture | str,
-        operation: str = "forward_backward",
-        **options: Unpack[CallOptions],
-    ) -> Future[Any]:
-        """Wait for an operation that was submitted before, here or elsewhere.
-
-        Args:
-            request: Its receipt, or the request id in it.
-            operation: What it is, e.g. "forward_backward", "optim_step" or "save_weights".
-            options: How to wait for the result; see `CallOptions`.
-
-        Returns:
-            A future of the operation's result.
-
-        Raises:
-            ValueError: There is no such operation, or no request id.
-
-        Example:
-            >>> [receipt] = client.forward_backward_future(data, "cross_entropy").result()
-            >>> client.retrieve(receipt.request_id).result().metrics["loss:sum"]
-            10.6...
-        """
-        request_id = request if isinstance(request, str) else getattr(request, "request_id", None)
-        op = protocol.BY_NAME.get(operation)
-        if not request_id or not isinstance(request_id, str):
-            raise ValueError(f"expected a request id or a receipt with one, got {request!r}")
-        if op is None or op.result is None:
-            names = ", ".join(sorted(name for name, known in protocol.BY_NAME.items() if known.result is not None))
-            raise ValueError(f"{operation!r} is not an operation with a future; those are: {names}")
+    def _retrieve(self, op: Operation, request_id: str, options: CallOptions) -> Future[Any]:
         _check_options(options)
         future: Future[Any] = self._session.start(self._result(Receipt(op, time.monotonic(), request_id), options))
         self._session.track(future)
         return future
-
-    @unlisted
-    async def retrieve_async(
-        self,
-        request: UntypedAPIFuture | str,
-        operation: str = "forward_backward",
-        **options: Unpack[CallOptions],
-    ) -> Any:
-        """Like `retrieve`; gives the result itself."""
-        return await self.retrieve(request, operation, **options)
 
     def _numbered(self, request: Any) -> Any:
         return request.model_copy(update={"seq_id": self._outbox.take()})
@@ -798,16 +681,7 @@ class TrainingClient:
         )
         return self._put(protocol.SAVE_WEIGHTS, request, options)
 
-    async def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: dict[str, str] | None = None,
-        **options: Unpack[CallOptions],
-    ) -> Future[SaveWeightsResponse]:
-        """Like `save_state`; awaiting it gives the future."""
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata, **options)
+    save_state_async = twin(save_state)
 
     def save_weights_for_sampler(
         self,
@@ -834,7 +708,7 @@ class TrainingClient:
             >>> path = client.save_weights_for_sampler("final").result().path
             >>> path
             'tinker://.../sampler_weights/final'
-            >>> sampler = service.create_sampling_client(model_path=path)
+            >>> sampler = service.create_sampling_client(model_path=path).result()
         """
         request = SaveWeightsForSamplerRequest(
             model_id=self.model_id, path=name, ttl_seconds=_checked_ttl(ttl_seconds), user_metadata=user_metadata
@@ -846,15 +720,7 @@ class TrainingClient:
             lambda saved: SaveWeightsForSamplerResponse(path=self._path_of("save_weights_for_sampler", saved)),
         )
 
-    async def save_weights_for_sampler_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: dict[str, str] | None = None,
-        **options: Unpack[CallOptions],
-    ) -> Future[SaveWeightsForSamplerResponse]:
-        """Like `save_weights_for_sampler`; awaiting it gives the future."""
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata, **options)
+    save_weights_for_sampler_async = twin(save_weights_for_sampler)
 
     def save_weights_external(
         self,
@@ -896,37 +762,23 @@ class TrainingClient:
             ),
         )
 
-    async def save_weights_external_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        age_encryption_recipients: list[str] | None = None,
-        **options: Unpack[CallOptions],
-    ) -> Future[SaveWeightsExternalResponse]:
-        """Like `save_weights_external`; awaiting it gives the future."""
-        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients, **options)
+    save_weights_external_async = twin(save_weights_external)
 
     def _path_of(self, operation: str, saved: Any) -> str:
         if not saved.path:
             raise APIResponseValidationError(f"{operation} at {self._session.transport.place}: the answer has no path")
         return str(saved.path)
 
-    def _save_and_sample(
-        self, name: str | None, retry_config: RetryConfig | None, record_stability_info: bool
+    def _sampler_of_now(
+        self, retry_config: RetryConfig | None, record_stability_info: bool, kind: SamplingClientKind
     ) -> Future[SamplingClient]:
-        if name is not None:
-            warnings.warn(
-                "save_weights_and_get_sampling_client makes a nameless sampler, name has no effect: "
-                "save_weights_for_sampler(name) saves under a name",
-                DeprecationWarning,
-                stacklevel=users_level(),
-            )
         # The number is taken once: a request that is sent again must be the same request.
         request = SaveWeightsForSamplerRequest(
-            model_id=self.model_id, sampling_session_seq_id=next(self._session.sampling_session_seq_ids)
+            model_id=self.model_id, sampling_session_seq_id=next(self._session.sampling_session_seq_ids), kind=kind
         )
 
         async def turn() -> Fetch[SamplingClient]:
+            checked_kind(kind)
             receipt = await _carried(self._submit(protocol.SAVE_WEIGHTS_FOR_SAMPLER, self._numbered(request)))
 
             async def fetch() -> SamplingClient:
@@ -942,6 +794,7 @@ class TrainingClient:
                     sampling_session_id=saved.sampling_session_id,
                     retry_config=retry_config,
                     record_stability_info=record_stability_info,
+                    known_model=self._base_model,
                 )
 
             return fetch
@@ -949,34 +802,42 @@ class TrainingClient:
         return self._outbox.put(turn)
 
     def save_weights_and_get_sampling_client(
-        self, name: str | None = None, retry_config: RetryConfig | None = None, record_stability_info: bool = False
-    ) -> SamplingClient:
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        kind: SamplingClientKind = "snapshot",
+    ) -> BackcompatSamplingClientFuture:
         """A sampler of the weights as they are after the calls made so far; it lives as long as the session.
 
         Args:
             name: Deprecated; it has no effect.
             retry_config: How samples that fail for a passing reason are treated.
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
+            kind: "snapshot" stays on these weights. "inflight" goes on to the weights of later such saves.
 
         Returns:
-            The sampler.
+            A future of the sampler; it fails with ValueError if there is no such kind.
 
         Example:
-            >>> sampler = client.save_weights_and_get_sampling_client()
+            >>> sampler = client.save_weights_and_get_sampling_client().result()
             >>> sampler.sample(prompt, 1, SamplingParams(max_tokens=8)).result()
             SampleResponse([SampledSequence(...)])
         """
-        return self._save_and_sample(name, retry_config, record_stability_info).result()
+        if name is not None:
+            warnings.warn(
+                "save_weights_and_get_sampling_client makes a nameless sampler, name has no effect: "
+                "save_weights_for_sampler(name) saves under a name",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        return BackcompatSamplingClientFuture(self._sampler_of_now(retry_config, record_stability_info, kind))
 
-    async def save_weights_and_get_sampling_client_async(
-        self, name: str | None = None, retry_config: RetryConfig | None = None, record_stability_info: bool = False
-    ) -> SamplingClient:
-        """Like `save_weights_and_get_sampling_client`."""
-        return await self._save_and_sample(name, retry_config, record_stability_info)
+    save_weights_and_get_sampling_client_async = value_twin(save_weights_and_get_sampling_client)
 
     def create_sampling_client(
         self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
-    ) -> SamplingClient:
+    ) -> BackcompatSamplingClientFuture:
         """A sampler of a saved checkpoint.
 
         Args:
@@ -985,31 +846,23 @@ class TrainingClient:
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
 
         Returns:
-            The sampler.
+            A future of the sampler.
 
         Example:
             >>> path = client.save_weights_for_sampler("final").result().path
-            >>> client.create_sampling_client(path)
+            >>> client.create_sampling_client(path).result()
             SamplingClient('...:sample:0')
         """
-        return SamplingClient.create(
-            self._session,
-            model_path=model_path,
-            retry_config=retry_config,
-            record_stability_info=record_stability_info,
-        ).result()
-
-    async def create_sampling_client_async(
-        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
-    ) -> SamplingClient:
-        """Like `create_sampling_client`."""
-        return await SamplingClient.create(
+        return open_later(
             self._session,
             model_path=model_path,
             retry_config=retry_config,
             record_stability_info=record_stability_info,
         )
 
+    create_sampling_client_async = value_twin(create_sampling_client)
+
+    @deprecated("ServiceClient.create_training_client_from_state() makes a new run of a checkpoint")
     def load_state(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
@@ -1033,6 +886,7 @@ class TrainingClient:
         """
         return self._load(path, False, weights_access_token, options)
 
+    @deprecated("ServiceClient.create_training_client_from_state_with_optimizer() makes a new run of a checkpoint")
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
@@ -1053,12 +907,14 @@ class TrainingClient:
         """
         return self._load(path, True, weights_access_token, options)
 
+    @deprecated("ServiceClient.create_training_client_from_state() makes a new run of a checkpoint")
     async def load_state_async(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
         """Like `load_state`; awaiting it gives the future."""
         return self._load(path, False, weights_access_token, options)
 
+    @deprecated("ServiceClient.create_training_client_from_state_with_optimizer() makes a new run of a checkpoint")
     async def load_state_with_optimizer_async(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
@@ -1066,13 +922,6 @@ class TrainingClient:
         return self._load(path, True, weights_access_token, options)
 
     def _load(self, path: str, optimizer: bool, token: str | None, options: CallOptions) -> Future[LoadWeightsResponse]:
-        name = "with_optimizer" if optimizer else ""
-        warnings.warn(
-            f"load_state{'_' * optimizer}{name} will go: ServiceClient.create_training_client_from_state"
-            f"{'_' * optimizer}{name} makes a new run of a checkpoint",
-            FutureWarning,
-            stacklevel=users_level(),
-        )
         request = LoadWeightsRequest(model_id=self.model_id, path=path, optimizer=optimizer, weights_access_token=token)
         return self._put(protocol.LOAD_WEIGHTS, request, options)
 
@@ -1102,29 +951,30 @@ class TrainingClient:
     # ── about the run ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _info(self) -> GetInfoResponse:
-        request = GetInfoRequest(model_id=self.model_id)
-        info: GetInfoResponse = await self._session.transport.call(protocol.GET_INFO, request)
-        return info
+        """What this run trains: learnt when it was made, or asked for once of a server that did not know then."""
+        async with self._asking:
+            if self._known_info is None:
+                self._known_info = await info_of(self._session, self.model_id)
+            return self._known_info
+
+    @property
+    def _base_model(self) -> str | None:
+        """The name of the base model, where it is known."""
+        return self._known_info.model_data.model_name if self._known_info is not None else None
 
     def get_info(self) -> GetInfoResponse:
-        """What this run trains.
+        """What this run trains; no request is needed.
 
         Example:
             >>> client.get_info().model_data.model_name
             'tinkex/tiny'
         """
-        return self._session.start(self._info()).result()
+        return self._session.call(self._info).result() if self._known_info is None else self._known_info
 
+    @deprecated("call TrainingClient.get_info(), which makes no request")
     async def get_info_async(self) -> GetInfoResponse:
-        """Like `get_info`."""
-        return await self._session.start(self._info())
-
-    async def _tokenizer_id(self) -> str:
-        """Whose tokenizer this run has, asked for once: it never changes. Whoever asks, it is on tinkex's loop."""
-        async with self._asking:
-            if self._known_tokenizer_id is None:
-                self._known_tokenizer_id = tokenizer_id_of(await self._info())
-            return self._known_tokenizer_id
+        """Deprecated: use `get_info`, which makes no request."""
+        return await self._session.call(self._info) if self._known_info is None else self._known_info
 
     def get_tokenizer(
         self,
@@ -1133,7 +983,7 @@ class TrainingClient:
         info_fun: Callable[[TrainingClient], Any] | None = None,
         load_fun: LoadFunction | None = None,
     ) -> Any:
-        """The tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`. The server is asked once.
+        """The tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`.
 
         Args:
             backend: "transformers" or "tokenizers"; the first that is installed by default.
@@ -1151,11 +1001,8 @@ class TrainingClient:
             >>> tokenizer.decode(tokenizer.encode("12+34=", add_special_tokens=False))
             '12+34='
         """
-        if info_fun is None:
-            tokenizer_id = self._session.call(self._tokenizer_id).result()
-        else:
-            tokenizer_id = tokenizer_id_of(info_fun(self))
-        return get_or_load_tokenizer(tokenizer_id, backend=backend, load_fun=load_fun)
+        info = self.get_info() if info_fun is None else info_fun(self)
+        return get_or_load_tokenizer(tokenizer_id_of(info), backend=backend, load_fun=load_fun)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The tokens of a text, by this run's tokenizer; `options` are its own, e.g. `add_special_tokens`.
@@ -1208,8 +1055,14 @@ class TrainingClient:
     @unlisted
     async def get_tokenizer_async(self, *, backend: str | None = None, load_fun: LoadFunction | None = None) -> Any:
         """Like `get_tokenizer`."""
-        tokenizer_id = await self._session.call(self._tokenizer_id)
-        return await asyncio.to_thread(get_or_load_tokenizer, tokenizer_id, backend=backend, load_fun=load_fun)
+        info = await self._session.call(self._info)
+        return await asyncio.to_thread(get_or_load_tokenizer, tokenizer_id_of(info), backend=backend, load_fun=load_fun)
 
     def __repr__(self) -> str:
         return f"TrainingClient({self.model_id!r})"
+
+
+async def info_of(session: Session, model_id: str) -> GetInfoResponse:
+    """Ask the server what a run trains."""
+    info: GetInfoResponse = await session.transport.call(protocol.GET_INFO, GetInfoRequest(model_id=model_id))
+    return info

@@ -42,7 +42,7 @@ class TinkexPlatform:
     def create_session(self, config: SessionConfig) -> TinkexSession:
         """Start a training run."""
         if config.checkpoint is not None:
-            client = self._service.create_training_client_from_state(config.checkpoint, config.base_model)
+            client = self._service.create_training_client_from_state(config.checkpoint, config.base_model).result()
         else:
             shape = config.shape
             client = self._service.create_lora_training_client(
@@ -52,7 +52,7 @@ class TinkexPlatform:
                 train_mlp=shape.train_mlp,
                 train_attn=shape.train_attn,
                 train_unembed=shape.train_unembed,
-            )
+            ).result()
         return TinkexSession(client)
 
     def forward_backward(
@@ -83,7 +83,7 @@ class TinkexPlatform:
     ) -> SampleResponse:
         """Sample from the weights as they are."""
         if session.sampler is None:
-            session.sampler = session.client.save_weights_and_get_sampling_client()
+            session.sampler = session.client.save_weights_and_get_sampling_client().result()
         return session.sampler.sample(
             prompt=prompt, num_samples=num_samples, sampling_params=sampling_params or SamplingParams()
         ).result()

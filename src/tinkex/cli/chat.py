@@ -333,12 +333,12 @@ def _open(service: ServiceClient, model_or_path: str | None) -> tuple[SamplingCl
     """A sampler, and the name of the base model under it."""
     if model_or_path is None or not model_or_path.startswith(SCHEME):
         model = model_of(service, model_or_path, "MODEL_OR_PATH")
-        return service.create_sampling_client(base_model=model), model
+        return service.create_sampling_client(base_model=model).result(), model
     if "/weights/" in model_or_path:  # saved to be trained on: only a run of its own can say what it samples
-        client = service.create_training_client_from_state(model_or_path)
-        sampler = client.save_weights_and_get_sampling_client()
+        client = service.create_training_client_from_state(model_or_path).result()
+        sampler = client.save_weights_and_get_sampling_client().result()
     else:
-        sampler = service.create_sampling_client(model_path=model_or_path)
+        sampler = service.create_sampling_client(model_path=model_or_path).result()
     return sampler, sampler.get_base_model()
 
 

@@ -44,7 +44,7 @@ from tinkex.cli.results import CommandError, Outcome
 from tinkex.cli.transfers import download, export, import_, push_hf
 
 if TYPE_CHECKING:
-    from tinkex.futures import Future
+    from tinkex.futures import APIFuture
     from tinkex.rest import RestClient
     from tinkex.types.checkpoints import Checkpoint, WeightsInfoResponse
 
@@ -129,7 +129,6 @@ def save_checkpoint(
     train_unembed: bool,
 ) -> Outcome:
     """Make a run, save its weights, and write down where they are; nothing is written when that fails."""
-    from tinkex.futures import start
     from tinkex.types.checkpoints import SCHEME
 
     wrong = "saving failed (please check your inputs)"
@@ -143,9 +142,9 @@ def save_checkpoint(
     with explaining("saving"), connection.service() as service, waiting(f"saving {chosen}"):
         seconds = service.holder.config.timeout
         if model_path and model_path.startswith(SCHEME):
-            making = service.create_training_client_from_state_async(model_path, base_model)
+            making = service.create_training_client_from_state(model_path, base_model)
         else:
-            making = service.create_lora_training_client_async(
+            making = service.create_lora_training_client(
                 model,
                 rank=rank,
                 seed=seed,
@@ -153,7 +152,7 @@ def save_checkpoint(
                 train_attn=train_attn,
                 train_unembed=train_unembed,
             )
-        client = wait(start(making), seconds)
+        client = wait(making, seconds)
         response = wait(client.save_weights_for_sampler(chosen), seconds)
     data = {
         "base_model": model,
@@ -428,7 +427,7 @@ def _delete(rest: RestClient, paths: Sequence[str], as_json: bool) -> Iterator[d
     """Delete some at a time and tell of each in order; yields the failures."""
     from tinkex.errors import TinkerError
 
-    begun: deque[Future[None]] = deque()
+    begun: deque[APIFuture[None]] = deque()
     waiting_paths = iter(paths)
 
     def begin() -> None:

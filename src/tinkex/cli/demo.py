@@ -90,7 +90,7 @@ class Demo:
 
     def __post_init__(self) -> None:
         """Start the training run and pick the problems."""
-        self.client = self.service.create_lora_training_client(self.model, rank=self.recipe.rank, seed=0)
+        self.client = self.service.create_lora_training_client(self.model, rank=self.recipe.rank, seed=0).result()
         self.tokenizer = self.client.get_tokenizer(backend="tokenizers")
         self.problems = addition.training_problems()
         held_out = addition.held_out_problems()
@@ -190,7 +190,7 @@ class Demo:
         with progress(self.console, "learning from rewards ", "reward") as bar:
             for _ in bar.steps(recipe.reward_steps):
                 problems = self.random.sample(self.problems, recipe.prompts_per_step)
-                sampler = self.client.save_weights_and_get_sampling_client()
+                sampler = self.client.save_weights_and_get_sampling_client().result()
                 groups = self.ask(sampler, problems, recipe.samples_per_prompt, 1.0)
                 data: list[Datum] = []
                 scores = []
@@ -282,7 +282,7 @@ def _since(began: float) -> str:
 
 def _show(run: Demo, service: tinkex.ServiceClient, url: str, console: Console) -> bool:
     """The demo from the first sample to the summary; whether the model learned in both parts."""
-    base = service.create_sampling_client(base_model=run.model)
+    base = service.create_sampling_client(base_model=run.model).result()
     console.print(f"[dim]the base model tells a story:[/] {escape(run.story(base))}\n")
     with console.status(f"testing the base model on {len(run.held_out)} held-out problems …"):
         before, first_answers = run.examine(base)
@@ -290,14 +290,14 @@ def _show(run: Demo, service: tinkex.ServiceClient, url: str, console: Console) 
 
     losses = run.supervise()
     _draw(losses, "loss per problem", console)
-    middle, _ = run.examine(run.client.save_weights_and_get_sampling_client())
+    middle, _ = run.examine(run.client.save_weights_and_get_sampling_client().result())
     console.print(f"accuracy after the examples: [bold]{middle:.1%}[/]\n")
 
     rewards = run.reinforce()
     _draw(rewards, "mean reward", console)
     saved = run.client.save_weights_for_sampler("demo").result().path
     state = run.client.save_state("demo").result().path
-    after, last_answers = run.examine(service.create_sampling_client(model_path=saved))
+    after, last_answers = run.examine(service.create_sampling_client(model_path=saved).result())
     console.print(f"accuracy after the rewards: [bold]{after:.1%}[/]\n")
 
     console.print(_answers(run, first_answers, last_answers))

@@ -16,7 +16,7 @@ from tinkex.cli.results import CommandError, invocation_of
 
 if TYPE_CHECKING:
     from tinkex.config import Config
-    from tinkex.futures import Future
+    from tinkex.futures import APIFuture
     from tinkex.rest import AdminClient, RestClient
     from tinkex.service import ServiceClient
     from tinkex.session import Session
@@ -244,7 +244,7 @@ def connecting(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def wait(future: Future[T], seconds: float | None = None) -> T:
+def wait(call: APIFuture[T], seconds: float | None = None) -> T:
     """The outcome of a call; when it is late, or the user has had enough of it, it is given up.
 
     Raises:
@@ -252,8 +252,9 @@ def wait(future: Future[T], seconds: float | None = None) -> T:
     """
     from tinkex.errors import APITimeoutError
 
+    future = call.future()
     try:
-        return future.result(seconds)
+        return call.result(seconds)
     except TimeoutError:
         if future.done():  # its own
             raise

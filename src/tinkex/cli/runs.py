@@ -143,7 +143,6 @@ def sample(
     **shaping: Any,
 ) -> Outcome:
     """Sample, and print or write what came."""
-    from tinkex.futures import start
     from tinkex.types.inputs import ModelInput
     from tinkex.types.sampling import SamplingParams
 
@@ -160,7 +159,7 @@ def sample(
     with explaining("sampling"), connection.service(pool_sizes=pools) as service:
         seconds = service.holder.config.timeout
         with waiting("sampling"):
-            sampler = wait(start(service.create_sampling_client_async(model_path, base_model)), seconds)
+            sampler = wait(service.create_sampling_client(model_path, base_model), seconds)
             tokenizer = _Tokenizer(sampler.get_tokenizer)
             tokens: ModelInput = ModelInput.from_ints(tokenizer.encode(given) if isinstance(given, str) else given)
             params = SamplingParams(

@@ -12,6 +12,7 @@ from tinkex.config import LOCAL, is_embedded
 from tinkex.credentials import stored_key
 from tinkex.errors import TinkerError
 from tinkex.local import DEFAULT_MODEL
+from tinkex.rest import RestClient
 from tinkex.service import ServiceClient
 from tinkex.tokenizers import BUNDLED, get_or_load_tokenizer
 
@@ -57,7 +58,7 @@ def model_of(service: ServiceClient, model: str | None, option: str) -> str:
         return model
     if is_embedded(url):
         return DEFAULT_MODEL
-    names = sorted(filter(None, service.get_server_capabilities().model_names()))
+    names = sorted(filter(None, RestClient(service.holder).get_server_capabilities().result().model_names()))
     listed = f"it has {', '.join(names)}" if names else "it lists none"
     raise click.UsageError(f"{option} is required with a server: {url}; {listed}")
 
@@ -65,7 +66,7 @@ def model_of(service: ServiceClient, model: str | None, option: str) -> str:
 def context_of(service: ServiceClient, model: str | None) -> int | None:
     """How many tokens a model takes at once, where the server says so."""
     try:
-        offered = service.get_server_capabilities().supported_models
+        offered = RestClient(service.holder).get_server_capabilities().result().supported_models
     except TinkerError:
         return None
     return next((one.max_context_length for one in offered if one.model_name == model), None)

@@ -365,10 +365,10 @@ class Command:
         saved = folder.checkpoint if folder else None
         with self.notes.status(f"starting {self.model} {self.place} …"):
             if saved is not None:
-                return service.create_training_client_from_state_with_optimizer(saved[1])
+                return service.create_training_client_from_state_with_optimizer(saved[1]).result()
             return service.create_lora_training_client(
                 self.model, rank=self.options["rank"], seed=self.options["seed"], user_metadata={"name": self.name}
-            )
+            ).result()
 
     # ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

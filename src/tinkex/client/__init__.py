@@ -1,1 +1,1 @@
-"""Parts of the clients."""
+"""Parts of the clients: futures of clients, deprecated twins, receipts, custom losses."""

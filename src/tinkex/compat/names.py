@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 CLIENTS = ("AdminClient", "RestClient", "SamplingClient", "ServiceClient", "TrainingClient")
+CLIENT_FUTURES = ("BackcompatSamplingClientFuture", "BackcompatTrainingClientFuture")
 LOSSES = ("LossHandle", "PerDatumLossFn")
 ERRORS = (
     "APIConnectionError",
@@ -58,7 +59,17 @@ TOP_TYPES = (
     "TensorDtype",
     "TrainingRun",
 )
-TOP = (*CLIENTS, *LOSSES, *ERRORS, *TOP_TYPES, "APIFuture", "ExperimentalWarning", "RequestOptions", "Timeout")
+TOP = (
+    *CLIENTS,
+    *LOSSES,
+    *ERRORS,
+    *TOP_TYPES,
+    "APIFuture",
+    *CLIENT_FUTURES,
+    "ExperimentalWarning",
+    "RequestOptions",
+    "Timeout",
+)
 """What `from tinker import *` brings, besides the modules `auth` and `types` and the version."""
 
 GROUPS = {
@@ -243,7 +254,9 @@ def _table() -> dict[str, dict[str, str]]:
     groups = {**GROUPS, **{module_name(name): (name,) for name in ALONE}}
     shared = "UntypedAPIFuture"
     types = {name: f"tinkex.types:{name}" for names in groups.values() for name in names if name not in APART}
-    futures = {"APIFuture": "tinkex:Future", "AwaitableConcurrentFuture": "tinkex:Future"}
+    futures = {name: f"tinkex.futures:{name}" for name in ("APIFuture", "AwaitableConcurrentFuture")}
+    client_futures = {name: f"tinkex:{name}" for name in CLIENT_FUTURES}
+    backcompat = {"BackcompatClientFuture": "tinkex.client.backcompat:BackcompatClientFuture"}
     retries = {name: f"tinkex.retries:{name}" for name in ("RetryConfig", "RetryHandler")}
     errors = {name: f"tinkex.errors:{name}" for name in ERRORS}
     clients = {name: f"tinkex:{name}" for name in (*CLIENTS, *LOSSES)}
@@ -262,9 +275,12 @@ def _table() -> dict[str, dict[str, str]]:
         "tinker._version": version,
         "tinker.lib": {},
         "tinker.lib.retry_handler": retries,
-        interfaces: clients | futures,
+        interfaces: clients | futures | client_futures,
         **{f"{interfaces}.{name}": held for name, held in own.items()},
         f"{interfaces}.api_future": futures,
+        f"{interfaces}.backcompat_client_future": backcompat,
+        f"{interfaces}.backcompat_sampling_client_future": {CLIENT_FUTURES[0]: client_futures[CLIENT_FUTURES[0]]},
+        f"{interfaces}.backcompat_training_client_future": {CLIENT_FUTURES[1]: client_futures[CLIENT_FUTURES[1]]},
         f"{interfaces}.custom_loss": {name: clients[name] for name in LOSSES},
         f"{interfaces}.sampling_client": own["sampling_client"] | {"RetryConfig": retries["RetryConfig"]},
         f"{interfaces}.service_client": own["service_client"] | {"RetryConfig": retries["RetryConfig"]},

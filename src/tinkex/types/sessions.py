@@ -192,7 +192,7 @@ class GetServerCapabilitiesResponse(Record, frozen=True, kw_only=True):
 
     Example:
         >>> offer = GetServerCapabilitiesResponse.model_validate({"supported_models": ["tinkex/tiny"]})
-        >>> "tinkex/tiny" in offer.model_names()  # offer = service.get_server_capabilities()
+        >>> "tinkex/tiny" in offer.model_names()  # offer = rest.get_server_capabilities().result()
         True
     """
 

@@ -1,0 +1,146 @@
+"""Receipts: submit a call and keep its receipt, to wait for its result later or in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from tinkex import protocol
+from tinkex.dialects import Receipt
+from tinkex.errors import TinkerError
+from tinkex.futures import Future
+from tinkex.protocol import Operation
+from tinkex.types.inputs import Datum
+from tinkex.types.training import AdamParams, LossFnConfig, OptimParams, UntypedAPIFuture
+
+
+class Submitter(Protocol):
+    """The part of a training client that receipts are made with."""
+
+    def _receipts_of_pass(
+        self, data: Sequence[Datum], loss_fn: str, config: LossFnConfig | None, *, forward_only: bool
+    ) -> Future[list[UntypedAPIFuture]]: ...
+
+    def _receipt_of_step(
+        self, optim_params: OptimParams | None, adam_params: AdamParams | None
+    ) -> Future[UntypedAPIFuture]: ...
+
+    def _retrieve(self, op: Operation, request_id: str, options: Any) -> Future[Any]: ...
+
+
+class Receipts:
+    """Calls of a training run that give receipts: `TrainingClient.receipts` is one.
+
+    Example:
+        >>> [receipt] = client.receipts.forward_backward(data, "cross_entropy").result()
+        >>> client.receipts.retrieve(receipt).result().metrics["loss:sum"]
+        10.6...
+    """
+
+    __slots__ = ("_client",)
+
+    def __init__(self, client: Submitter) -> None:
+        self._client = client
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+    ) -> Future[list[UntypedAPIFuture]]:
+        """Submit a forward pass and get its receipts, one per chunk.
+
+        Args:
+            data: The examples.
+            loss_fn: The name of a loss.
+            loss_fn_config: Settings of that loss.
+
+        Returns:
+            A future of the receipts.
+
+        Example:
+            >>> receipts = client.receipts.forward(data, "cross_entropy").result()
+            >>> client.receipts.retrieve(receipts[0], "forward").result().metrics["loss:sum"]
+            10.6...
+        """
+        return self._client._receipts_of_pass(data, loss_fn, loss_fn_config, forward_only=True)
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
+    ) -> Future[list[UntypedAPIFuture]]:
+        """Submit a pass and get its receipts, one per chunk.
+
+        Args:
+            data: The examples.
+            loss_fn: The name of a loss.
+            loss_fn_config: Settings of that loss.
+
+        Returns:
+            A future of the receipts.
+
+        Example:
+            >>> [receipt] = client.receipts.forward_backward(data, "cross_entropy").result()
+            >>> receipt.request_id
+            '...:train:0:1'
+        """
+        return self._client._receipts_of_pass(data, loss_fn, loss_fn_config, forward_only=False)
+
+    def optim_step(
+        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> Future[UntypedAPIFuture]:
+        """Submit a step and get its receipt.
+
+        Args:
+            optim_params: The hyper-parameters of this step.
+            adam_params: The same, under its older name.
+
+        Returns:
+            A future of the receipt.
+
+        Example:
+            >>> receipt = client.receipts.optim_step(AdamParams(learning_rate=1e-4)).result()
+            >>> client.receipts.retrieve(receipt, "optim_step").result()
+            OptimStepResponse(metrics={...})
+        """
+        return self._client._receipt_of_step(optim_params, adam_params)
+
+    def retrieve(
+        self, request: UntypedAPIFuture | str, operation: str = "forward_backward", **options: Any
+    ) -> Future[Any]:
+        """Wait for an operation that was submitted before, here or elsewhere.
+
+        Args:
+            request: Its receipt, or the request id in it.
+            operation: What it is, e.g. "forward_backward", "optim_step" or "save_weights".
+            options: How to wait for the result; see `tinkex.training.CallOptions`.
+
+        Returns:
+            A future of the operation's result.
+
+        Raises:
+            ValueError: There is no such operation, or no request id.
+
+        Example:
+            >>> [receipt] = client.receipts.forward_backward(data, "cross_entropy").result()
+            >>> client.receipts.retrieve(receipt.request_id).result().metrics["loss:sum"]
+            10.6...
+        """
+        request_id = request if isinstance(request, str) else getattr(request, "request_id", None)
+        op = protocol.BY_NAME.get(operation)
+        if not request_id or not isinstance(request_id, str):
+            raise ValueError(f"expected a request id or a receipt with one, got {request!r}")
+        if op is None or op.result is None:
+            names = ", ".join(sorted(name for name, known in protocol.BY_NAME.items() if known.result is not None))
+            raise ValueError(f"{operation!r} is not an operation with a future; those are: {names}")
+        return self._client._retrieve(op, request_id, options)
+
+
+def public(receipt: Receipt) -> UntypedAPIFuture:
+    """The receipt as programs see it.
+
+    Raises:
+        TinkerError: The server gave the result itself.
+    """
+    if receipt.request_id is None:
+        raise TinkerError(
+            f"{receipt.op.name}: the server answered with the result itself, there is no future to wait for",
+            hint="call the method of the client instead, which takes both",
+        )
+    return UntypedAPIFuture(request_id=receipt.request_id)

@@ -1,0 +1,18 @@
+"""BackcompatTrainingClientFuture: what methods that make a training client return."""
+
+from __future__ import annotations
+
+from tinkex.client.backcompat import BackcompatClientFuture, forwarding
+from tinkex.training import TrainingClient
+
+
+@forwarding(TrainingClient)
+class BackcompatTrainingClientFuture(BackcompatClientFuture[TrainingClient], TrainingClient):
+    """The future of a TrainingClient: `await` it, or call `.result()`.
+
+    It can still be used as if it were the client, with a warning.
+
+    Example:
+        >>> service.create_lora_training_client("tinkex/tiny").result()
+        TrainingClient('...:train:0')
+    """
