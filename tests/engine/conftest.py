@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from engine.accelerator import accelerator
-from tinkex.engine import products
+from tinkex.engine import product_check
 from tinkex.engine.native.library import load
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
@@ -256,11 +256,15 @@ def sample() -> Sample:
     return run
 
 
-@pytest.fixture(params=["pytorch", "onednn"])
-def either_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once as weights of their size are multiplied on a CPU, and once as large ones are."""
-    if request.param == "onednn":
-        if products.onednn() is None:
-            pytest.skip("no oneDNN here")
-        monkeypatch.setattr(products, "LEAST_FOR_ONEDNN", 0)
-        monkeypatch.setattr(products, "is_intel", lambda: False)
+@pytest.fixture(params=["small", "large", "c"])
+def every_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Products as for weights of this size, as for large ones, and as where no library's rows are steady."""
+    if request.param == "c" and load() is None:
+        pytest.skip("there is no C compiler")
+    if request.param == "c":
+        monkeypatch.setattr(product_check, "is_steady", lambda *_, **__: False)
+    elif request.param == "large":
+        monkeypatch.setattr(product_check, "LEAST_FOR_ONEDNN", 0)
+    product_check._choice.cache_clear()
+    yield
+    product_check._choice.cache_clear()

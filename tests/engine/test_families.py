@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.conftest import VOCAB, WINDOW
 from engine.references import adapter_of, assert_near, gradients, randomise
-from tinkex.engine import ADAMW, DIMUON, EngineError, attention, products, run_pass, trainer
+from tinkex.engine import ADAMW, DIMUON, EngineError, attention, product_check, run_pass, trainer
 from tinkex.engine.attention import PackedAttention, attend, causal, trusted, visible
 from tinkex.engine.config import ARCHITECTURES, AttentionRule, DecoderConfig, eos_tokens
 from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
@@ -141,7 +141,8 @@ def test_passes_equal_autograd_through_transformers(
     data: Data,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(products, "LEAST_FOR_ONEDNN", 0)
+    monkeypatch.setattr(product_check, "LEAST_FOR_ONEDNN", 0)
+    product_check._choice.cache_clear()
     monkeypatch.setattr(attention, "BLOCK", block)  # long sequences in several blocks, capped ones computed twice
     monkeypatch.setattr(trainer, "LOGITS_BUDGET", 10 * VOCAB)
     engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1, micro_batch_tokens=40)

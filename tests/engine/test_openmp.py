@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engine.conftest import Sample
-from tinkex.engine import decoding, row_adapters
+from tinkex.engine import decoding, product_check, row_adapters
 from tinkex.engine.openmp import Threads, _runtime
-from tinkex.engine.products import onednn
+from tinkex.engine.product_check import onednn
 from tinkex.engine.sampler import Limits, Sampler
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.types.inputs import ModelInput
@@ -85,7 +85,8 @@ def test_in_a_decoding_step_products_have_all_threads_and_the_rest_one(
 
     engine.snapshot("a", "s")
     torch.set_num_threads(2)
-    monkeypatch.setattr(row_adapters, "onednn", lambda: seen("products", multiply))
+    monkeypatch.setattr(product_check, "onednn", lambda: seen("products", multiply))
+    monkeypatch.setattr(product_check, "choice", lambda *_, **__: "onednn")
     monkeypatch.setattr(row_adapters, "_add_share", seen("adapters", add_share))
     params = SamplingParams(max_tokens=4, stop=[])
     request = SampleRequest(prompt=ModelInput.from_ints([1, 2, 3]), sampling_params=params)

@@ -157,7 +157,7 @@ def test_longer_neighbours_change_no_bit_where_many_heads_share_keys(
     ("prefixes", "threads"), [(True, 1), (False, 1), (True, 2)], ids=["sharing", "not-sharing", "two-threads"]
 )
 @pytest.mark.parametrize("way", ["native", "slabs"])
-@pytest.mark.usefixtures("either_library")
+@pytest.mark.usefixtures("every_library")
 def test_neighbours_change_no_bit(
     way: str, prefixes: bool, threads: int, limits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from tinkex.engine.products import lowered
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -54,7 +56,9 @@ class Experts:
     def route(self, x_TD: torch.Tensor, cut_TD: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """For each token its experts, likeliest first, and their weights."""
         wide_TD = x_TD.to(self.router_ED.dtype)
-        probs_TE = F.linear(wide_TD if cut_TD is None else wide_TD + cut_TD, self.router_ED).softmax(-1)
+        wide_TD = wide_TD if cut_TD is None else wide_TD + cut_TD
+        multiply = F.linear if wide_TD.requires_grad else lowered
+        probs_TE = multiply(wide_TD, self.router_ED).softmax(-1)
         weights_TK, experts_TK = probs_TE.topk(self.chosen, dim=-1)
         if self.normed:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)

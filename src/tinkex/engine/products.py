@@ -1,36 +1,27 @@
 """Products with the weights of the base model, and the small ones that adapters add to them.
 
-On a CPU PyTorch multiplies float32 matrices by MKL, which does little for processors that are not Intel's: there
-oneDNN, which PyTorch carries as well, is quicker by a sixth. On Intel's own MKL is the quicker one by a twentieth, and
-adds up long sums (1,536 numbers, not 576) in an order that depends on the rows when they are few: below 200, neighbours
-may change a last bit there.
+On a CPU the bits of a row of a float32 product must not depend on the other rows. `product_check` says which library
+keeps to that for a shape: oneDNN, which is quicker than MKL by a sixth where the processor is not Intel's, MKL, or C.
 
 Axes: T tokens, D inputs, N outputs, R rank.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import platform
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from tinkex.engine import product_check
 from tinkex.engine.elementwise import kernels_for
+from tinkex.engine.native import matmul
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tinkex.engine.lora import Linear
 
 MOST_FUSED = 128
 """Up to this rank an accelerator adds an adapter's share with a kernel of its own."""
-
-LEAST_FOR_ONEDNN = 1 << 16
-"""Weights of fewer numbers go through PyTorch's own product on any CPU, which is quicker to begin."""
 
 
 def base_product(x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
@@ -43,29 +34,34 @@ def base_product(x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
 
 def weighed(x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
     """The product with a weight of the base model. Which library makes it depends on the weight, never on the rows."""
-    is_large = x_TD.is_cpu and x_TD.dtype == torch.float32 and weight_ND.numel() >= LEAST_FOR_ONEDNN
-    if is_large and not is_intel() and (multiply := onednn()) is not None:
+    if not _is_checked(x_TD):
+        return F.linear(x_TD, weight_ND, bias_N)
+    name = product_check.choice(weight_ND)
+    if name == "onednn" and (multiply := product_check.onednn()) is not None:
         return multiply(x_TD, weight_ND, bias_N, "none", [], "")
+    if name == "c":
+        return matmul.multiply(x_TD, weight_ND.t(), bias_N)
     return F.linear(x_TD, weight_ND, bias_N)
 
 
-@functools.cache
-def is_intel() -> bool:
-    """Whether the processor is one that MKL was made for."""
-    with contextlib.suppress(OSError):
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    return "GenuineIntel" in platform.processor()
+def lowered(x_TD: torch.Tensor, low_RD: torch.Tensor) -> torch.Tensor:
+    """The product with a small matrix, `x @ low.t()`: with a factor of an adapter, or what chooses experts."""
+    if _is_checked(x_TD) and product_check.choice(low_RD, is_small=True) == "c":
+        return matmul.multiply(x_TD, low_RD.t())
+    return F.linear(x_TD, low_RD)
 
 
-@functools.cache
-def onednn() -> Callable[..., torch.Tensor] | None:
-    """OneDNN's product with a weight, as it lies or packed, where PyTorch has it; elsewhere than on x86 not tried."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return None
-    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # type: ignore[no-untyped-call]
-        operator: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
-        return operator
-    return None
+def add_small(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
+    """Add the scaled product with a factor of an adapter, all of one precision."""
+    if _is_checked(low_TR) and product_check.choice(high_RN.t(), is_small=True) == "c":
+        matmul.add_product(y_TN, low_TR, high_RN, scale)
+    else:
+        y_TN.addmm_(low_TR, high_RN, alpha=scale)
+
+
+def _is_checked(x: torch.Tensor) -> bool:
+    """Whether a library is chosen for products with this."""
+    return x.is_cpu and x.dtype == torch.float32
 
 
 def add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
@@ -73,7 +69,7 @@ def add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor,
     if low_TR.shape[1] <= MOST_FUSED and (fused := kernels_for(y_TN)) is not None and low_TR.dtype == torch.bfloat16:
         fused.add_product(y_TN, low_TR, high_RN, scale)
     elif y_TN.dtype == low_TR.dtype:
-        y_TN.addmm_(low_TR, high_RN, alpha=scale)
+        add_small(y_TN, low_TR, high_RN, scale)
     else:
         y_TN.add_(product(low_TR, high_RN), alpha=scale)
 

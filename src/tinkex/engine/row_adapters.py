@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from tinkex.engine import product_check
 from tinkex.engine.copies import to_device
 from tinkex.engine.openmp import Threads
-from tinkex.engine.products import add_product, base_product, onednn
+from tinkex.engine.products import add_product, add_small, base_product, lowered
 from tinkex.engine.span_adapters import ROWS
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def padded(rows: int) -> int:
 class Products:
     """Products with the frozen weights. On a CPU in float32 they are made from a second copy in another layout.
 
-    By C where there is a compiler, else by oneDNN. Measured for 4 to 32 rows the latter takes half to a third of the
-    time of MKL, which lays the weights out anew each time, and C four fifths of that.
+    By C where there is a compiler, else by oneDNN if its rows are steady. Measured for 4 to 32 rows the latter takes
+    half to a third of the time of MKL, which lays the weights out anew each time, and C four fifths of that.
     """
 
     def __init__(self, model: Decoder, most_bytes: int, native: Native | None = None) -> None:
@@ -50,7 +51,7 @@ class Products:
         size = sum(linear.weight_ND.numel() * linear.weight_ND.element_size() for linear in model.linears())
         like = model.embed_VD
         fits = like.device.type == "cpu" and like.dtype == torch.float32 and size <= most_bytes
-        self._multiply = onednn() if fits else None
+        self._fits = fits
         self._threads = Threads(torch.get_num_threads()) if like.device.type == "cpu" else nullcontext()
         self._packed: dict[str, torch.Tensor] = {}
 
@@ -62,12 +63,13 @@ class Products:
         if rows % ROWS:  # what experts got
             return self(F.pad(x_TD, (0, 0, 0, padded(rows) - rows)), linear)[:rows]
         with self._threads:
-            if self._multiply is None:
+            multiply = product_check.onednn() if self._fits else None
+            if multiply is None or product_check.choice(linear.weight_ND, is_packed=True) != "onednn":
                 return base_product(x_TD, linear)
             weight = self._packed.get(linear.name)
             if weight is None:
                 weight = self._packed[linear.name] = torch.ops.mkldnn._reorder_linear_weight(linear.weight_ND)
-            return self._multiply(x_TD, weight, linear.bias_N, "none", [], "")
+            return multiply(x_TD, weight, linear.bias_N, "none", [], "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +156,19 @@ def _within(spans: Sequence[Span], rows_T: torch.Tensor) -> list[tuple[int, int]
 
 
 def _add_share(x: torch.Tensor, y: torch.Tensor, linear: Linear, factors: Factors) -> None:
-    low = F.linear(x, factors.a_RD)
+    low = lowered(x, factors.a_RD)
     if len(linear.sizes) == 1:
         _add_product(y, low, factors.b_NR[0].t(), factors.scale)
         return
     lows = low.chunk(len(linear.sizes), dim=1)
     for part, low_part, b_NR in zip(y.split_with_sizes(linear.sizes, 1), lows, factors.b_NR, strict=True):
-        part.addmm_(low_part, b_NR.t(), alpha=factors.scale)
+        add_small(part, low_part, b_NR.t(), factors.scale)
 
 
 def _add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
     """For few rows a library's product is quicker than our kernel, which logits of more precision need."""
     if y_TN.dtype == low_TR.dtype:
-        y_TN.addmm_(low_TR, high_RN, alpha=scale)
+        add_small(y_TN, low_TR, high_RN, scale)
     else:
         add_product(y_TN, low_TR, high_RN, scale)
 
@@ -284,7 +286,7 @@ class BankShare:
     def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
         """A linear layer with each row's adapter's share added."""
         y_TN = base_product(x_TD, linear)
-        low_TR = F.linear(x_TD, self.a[linear.name])
+        low_TR = lowered(x_TD, self.a[linear.name])
         if self.mask_TR is not None:
             mask_TR = self.mask_TR if rows_T is None else self.mask_TR[rows_T]
             low_TR = (low_TR.view(x_TD.shape[0], -1, mask_TR.shape[1]) * mask_TR[:, None]).view(low_TR.shape)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from tinkex.engine.elementwise import kernels_for
-from tinkex.engine.products import MOST_FUSED, add_product, base_product, product, weighed, write_product
+from tinkex.engine.products import MOST_FUSED, add_product, base_product, lowered, product, weighed, write_product
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,7 +98,7 @@ class SpanAdapters:
 
 def forward(x_TD: torch.Tensor, linear: Linear, shares: Sequence[Share]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The product with every share added, and each share's x A^T."""
-    lows = [F.linear(x_TD[share.start : share.stop], share.factors.a_RD) for share in shares]
+    lows = [lowered(x_TD[share.start : share.stop], share.factors.a_RD) for share in shares]
     onto = _go_first(shares, x_TD) and linear.bias_N is None and not linear.wide
     y_TN = x_TD.new_empty(x_TD.shape[0], linear.weight_ND.shape[0]) if onto else base_product(x_TD, linear)
     add = write_product if onto else add_product
@@ -142,7 +142,7 @@ def backward(
         for part, low, b, db in zip(_parts(dy, linear), _each(low_TR, linear), factors.b_NR, into_b, strict=True):
             if db is not None:
                 db.add_(product(part.t(), low), alpha=factors.scale)
-            dlows.append(part @ b)
+            dlows.append(lowered(part, b.t()))
         dlow_TR = (dlows[0] if len(dlows) == 1 else torch.cat(dlows, dim=1)).mul_(factors.scale)
         if share.into is not None:
             share.into.a_RD.add_(product(dlow_TR.t(), x_TD[here]))

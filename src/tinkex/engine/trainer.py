@@ -32,6 +32,7 @@ from tinkex.engine.lora import Factors, Layout, Linear
 from tinkex.engine.losses import Evaluated, Examples, Room
 from tinkex.engine.objectives import Objective
 from tinkex.engine.optim import State, check, state_type, step
+from tinkex.engine.products import lowered
 from tinkex.engine.span_adapters import ROWS, Span, SpanAdapters
 from tinkex.engine.span_adapters import backward as mixed_backward
 from tinkex.engine.span_adapters import forward as mixed_forward
@@ -653,7 +654,7 @@ class _TargetLogprobs(torch.autograd.Function):
             x_TD = hidden_TD[rows]
             if ctx.kept:
                 scored, ctx.kept[chunk] = ctx.kept[chunk], None
-                lows = [x_TD[share.start : share.stop] @ share.factors.a_RD.t() for share in shares]
+                lows = [lowered(x_TD[share.start : share.stop], share.factors.a_RD) for share in shares]
             else:
                 logits_TV, lows = mixed_forward(x_TD, ctx.head, shares)
                 scored = Scored.of(cap_logits(logits_TV, ctx.cap))

@@ -99,6 +99,17 @@ class Step(ctypes.Structure):
     )
 
 
+class Matrices(ctypes.Structure):
+    """A product of matrices, as they lie in memory."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("x", "w", "bias", "y")),
+        *((name, Int) for name in ("rows", "inputs", "outputs", "x_row", "w_input", "w_output", "y_row")),
+        ("scale", ctypes.c_double),
+        ("onto", Int),
+    )
+
+
 class Library:
     """The functions of `step.c`. Python's other threads run meanwhile."""
 
@@ -111,6 +122,7 @@ class Library:
         self.share = Int.in_dll(library, "share")
         """What is worth a thread, in multiplications."""
         self.product = _function(library.product, None, ctypes.POINTER(Linear), Pointer, Int, Pointer, Pointer)
+        self.matrices = _function(library.matrices, ctypes.c_int, ctypes.POINTER(Matrices), Pointer)
 
     def check(self) -> None:
         """See that a product comes out right: a compiler can be wrong about a machine."""

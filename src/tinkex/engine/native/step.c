@@ -1003,3 +1003,119 @@ void product(const Linear *linear, const float *x, int64_t rows, float *y, Team 
     Product about = {{.step = &step, .team = team}, linear, x, y};
     together(team, multiply_all, &about, rows * size_of(linear));
 }
+
+/* --- Products of any matrices ---------------------------------------------------------------------------------- */
+
+#define DEPTH 512 /* inputs that are packed at a time, and … */
+#define WIDTH 8   /* how many panels: as much as stays in a core's second cache */
+#define BATCH 384 /* rows that are worth packing them again */
+
+/* y [rows, outputs] = x [rows, inputs] times w, which is read at w[i * w_input + o * w_output] and multiplied by a
+ * scale, on top of what is there already, or of a bias, or of nothing. x and y have their numbers side by side. */
+typedef struct {
+    const float *x, *w, *bias;
+    float *y;
+    int64_t rows, inputs, outputs, x_row, w_input, w_output, y_row;
+    double scale;
+    int64_t onto;
+} Matrices;
+
+typedef struct {
+    const Matrices *given;
+    Team *team;
+    float *packed;         /* of each thread: [WIDTH, DEPTH, PANEL] */
+    int64_t width, batch;  /* panels and rows of a unit of work */
+} Multiplication;
+
+static void pack(const Matrices *m, int64_t first, int64_t width, int64_t from, int64_t depth, float *to) {
+    const float *w = m->w + first * m->w_output + from * m->w_input;
+    const float scale = (float)m->scale;
+    if (width < PANEL) memset(to, 0, (size_t)(depth * PANEL) * sizeof(float));
+    if (m->w_output == 1 && width == PANEL) {
+        for (int64_t k = 0; k < depth; k++)
+            for (int64_t o = 0; o < PANEL; o++) to[k * PANEL + o] = w[k * m->w_input + o] * scale;
+    } else if (m->w_output == 1) {
+        for (int64_t k = 0; k < depth; k++)
+            for (int64_t o = 0; o < width; o++) to[k * PANEL + o] = w[k * m->w_input + o] * scale;
+    } else { /* some inputs of every output at a time: they lie in one line of the cache */
+        for (int64_t k = 0; k < depth; k += PANEL) {
+            int64_t stop = depth - k < PANEL ? depth : k + PANEL;
+            for (int64_t o = 0; o < width; o++)
+                for (int64_t i = k; i < stop; i++) to[i * PANEL + o] = w[i * m->w_input + o * m->w_output] * scale;
+        }
+    }
+}
+
+/* What the sums of one panel of a row begin with. */
+static void resume(const Matrices *m, int64_t row, int64_t first, int64_t width, int goes_on, vec *sums) {
+    float all[PANEL] = {0};
+    const float *from = goes_on || m->onto ? m->y + row * m->y_row + first : m->bias ? m->bias + first : NULL;
+    if (from && width == PANEL) {
+        for (int v = 0; v < VECTORS; v++) sums[v] = load(from + v * LANES);
+        return;
+    }
+    if (from) memcpy(all, from, (size_t)width * sizeof(float));
+    for (int v = 0; v < VECTORS; v++) sums[v] = load(all + v * LANES);
+}
+
+/* Up to WIDTH panels of some rows. */
+static void multiply_group(const Matrices *m, int64_t begin, int64_t end, int64_t top, int64_t bottom, float *packed) {
+    int64_t each = tile_of(bottom - top), count = panels_of(end - begin), widths[WIDTH];
+    int most = panels_for(each);
+    for (int64_t k = 0; k < m->inputs || k == 0; k += DEPTH) {
+        int64_t depth = m->inputs - k < DEPTH ? m->inputs - k : DEPTH;
+        for (int64_t p = 0; p < count; p++) {
+            int64_t left = end - begin - p * PANEL;
+            widths[p] = left < PANEL ? left : PANEL;
+            pack(m, begin + p * PANEL, widths[p], k, depth, packed + p * DEPTH * PANEL);
+        }
+        for (int64_t row = top; row < bottom; row += each) {
+            int64_t some = bottom - row < each ? bottom - row : each;
+            for (int64_t p = 0; p < count; p += most) {
+                int panels = count - p < most ? 1 : most;
+                const float *weight[2] = {packed + p * DEPTH * PANEL, packed + (p + 1) * DEPTH * PANEL};
+                vec sums[ROWS][2][VECTORS];
+                for (int64_t r = 0; r < some; r++)
+                    for (int i = 0; i < panels; i++)
+                        resume(m, row + r, begin + (p + i) * PANEL, widths[p + i], k > 0, sums[r][i]);
+                multiply(some, panels, m->x + row * m->x_row + k, m->x_row, weight, depth, sums);
+                for (int64_t r = 0; r < some; r++)
+                    for (int i = 0; i < panels; i++)
+                        put(m->y + (row + r) * m->y_row + begin + (p + i) * PANEL, sums[r][i], widths[p + i]);
+            }
+        }
+    }
+}
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void multiply_matrices(int number, void *about) {
+    const Multiplication *given = about;
+    const Matrices *m = given->given;
+    int64_t outputs = given->width * PANEL, groups = (m->outputs + outputs - 1) / outputs;
+    int64_t batches = (m->rows + given->batch - 1) / given->batch;
+    float *packed = given->packed + (int64_t)number * WIDTH * DEPTH * PANEL;
+    for (long unit; (unit = take(given->team, groups * batches)) >= 0;) {
+        int64_t begin = unit % groups * outputs, top = unit / groups * given->batch;
+        multiply_group(m, begin, least(begin + outputs, m->outputs), top, least(top + given->batch, m->rows), packed);
+    }
+    meet(given->team);
+}
+
+/* 0, or -1 if there is no memory. What a row gets depends on that row alone. */
+int matrices(const Matrices *given, Team *team) {
+    if (given->rows <= 0 || given->outputs <= 0) return 0;
+    size_t size = (size_t)(team->threads * WIDTH * DEPTH * PANEL) * sizeof(float);
+    char *memory = malloc(size + 64);
+    if (!memory) return -1;
+    float *packed = (float *)(memory + (64 - (uintptr_t)memory % 64)); /* from the start of a cache line on */
+    Multiplication about = {given, team, packed, WIDTH, given->rows};
+    int64_t panels = panels_of(given->outputs), units = team->threads > 1 ? 3 * team->threads : 1;
+    while (about.width > 2 && (panels + about.width - 1) / about.width < units) about.width /= 2;
+    int64_t groups = (panels + about.width - 1) / about.width, batches = (units + groups - 1) / groups;
+    batches = least(batches, given->rows / BATCH);
+    if (batches > 1) about.batch = (given->rows + batches - 1) / batches;
+    together(team, multiply_matrices, &about, given->rows * given->inputs * given->outputs);
+    free(memory);
+    return 0;
+}

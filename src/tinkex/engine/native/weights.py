@@ -5,8 +5,6 @@ Axes: N outputs, D inputs, R rank.
 
 from __future__ import annotations
 
-import os
-import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tinkex.engine.native import library as c
+from tinkex.engine.native.team import Team
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,25 +31,14 @@ class Native:
     """A model's linear layers, packed when they are first used, and the threads that multiply with them."""
 
     def __init__(self, library: Library, model: Decoder, threads: int) -> None:
-        self.library, self.model, self._threads = library, model, threads
-        self._team, self._process = self._gather(), os.getpid()
+        self.library, self.model, self._team = library, model, Team(library, threads)
         self._room = _room(sum(map(packed_size, model.linears())))
         self._linears: dict[str, c.Linear] = {}
 
     @property
     def team(self) -> int:
-        """The threads. A forked child has none of its parent's, and would wait for them for ever: it gets its own."""
-        if self._process != os.getpid():
-            self._team, self._process = self._gather(), os.getpid()
-        return self._team
-
-    def _gather(self) -> int:
-        team: int | None = self.library.team_new(self._threads)
-        if team is None:
-            raise MemoryError("no memory for a team of threads")
-        dismissal = weakref.finalize(self, _dismiss, self.library, team, os.getpid())
-        dismissal.atexit = False  # a daemon thread may be in the middle of a call, and who waits then waits for ever
-        return team
+        """The threads, as C knows them."""
+        return self._team.address
 
     def linear(self, linear: Linear) -> c.Linear:
         """A linear layer of the model as C knows it."""
@@ -86,11 +74,6 @@ class Native:
         if self.library.draw(logits_BV.data_ptr(), rows, vocab, *given, self.team):
             raise MemoryError("no memory to choose tokens")
         return tokens_B, logprobs_B
-
-
-def _dismiss(library: Library, team: int, process: int) -> None:
-    if process == os.getpid():  # elsewhere there are no such threads to wait for
-        library.team_free(team)
 
 
 class PackedLora:

@@ -1,0 +1,38 @@
+"""Threads that compute in C, as Python holds them."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tinkex.engine.native.library import Library
+
+
+class Team:
+    """Threads for one caller at a time; they end with this."""
+
+    def __init__(self, library: Library, threads: int) -> None:
+        self.library, self.threads = library, threads
+        self._address, self._process = self._gather(), os.getpid()
+
+    @property
+    def address(self) -> int:
+        """The threads. A forked child has none of its parent's, and would wait for them for ever: it gets its own."""
+        if self._process != os.getpid():
+            self._address, self._process = self._gather(), os.getpid()
+        return self._address
+
+    def _gather(self) -> int:
+        team: int | None = self.library.team_new(self.threads)
+        if team is None:
+            raise MemoryError("no memory for a team of threads")
+        dismissal = weakref.finalize(self, _dismiss, self.library, team, os.getpid())
+        dismissal.atexit = False  # a daemon thread may be in the middle of a call, and who waits then waits for ever
+        return team
+
+
+def _dismiss(library: Library, team: int, process: int) -> None:
+    if process == os.getpid():  # elsewhere there are no such threads to wait for
+        library.team_free(team)
