@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +23,37 @@ from tinkex.server.state import Limits
 __all__ = ["serve"]  # a fixture
 
 Serve = Callable[..., Wire]
+OFFICIAL = """
+import os
+import pickle
+import tinker
+from support import MODEL, make_data, train
+
+prompt = tinker.ModelInput.from_ints([7 + number % 50 for number in range(100)])
+params = tinker.SamplingParams(max_tokens=5, seed=3)
+
+def drawn(sampler):
+    result = sampler.sample(prompt, num_samples=2, sampling_params=params).result(60)
+    return [sequence.logprobs for sequence in result.sequences], result.prompt_cache_hit_tokens
+
+with tinker.ServiceClient() as service:
+    trainer = service.create_lora_training_client(MODEL, rank=4).result()
+    first = trainer.save_weights_and_get_sampling_client(kind="inflight").result()
+    snapshot = trainer.save_weights_and_get_sampling_client().result()
+    before = drawn(first)
+    assert before[1] == 0
+    assert drawn(snapshot) == before
+    train(trainer, tinker, make_data(tinker), 2)
+    second = trainer.save_weights_and_get_sampling_client(kind="inflight").result()
+    after = drawn(first)
+    assert after[0] != before[0]
+    assert after[1] == 64
+    assert drawn(pickle.loads(pickle.dumps(first)))[1] == 64
+    assert drawn(second)[1] == 0
+    assert drawn(snapshot) == (before[0], 64)
+print("in-flight sampling done with", tinker.__version__, flush=True)
+os._exit(0)  # the official client may abort at the end of a program that has unpickled a sampler
+"""
 
 
 class Run:
@@ -174,6 +208,21 @@ def test_weights_that_make_room_while_a_sample_runs_are_loaded_for_the_next(tmp_
     played(scenario)
 
 
+@pytest.mark.covers("U55")
+def test_sampler_that_is_made_anew_is_not_dropped_as_loaded_weights_are(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a", limits=Limits(samplers=1, snapshots=1)) as server:
+            run = Run(server, await server.model())
+            first, second = await run.save("snapshot"), await run.save("snapshot")
+            await run.sample(first, 1)  # it had made room, and is loaded
+            run.sessions = 0
+            assert await run.save("snapshot") == first
+            drawn = await run.sample(second, 1)  # it has made room for that, and is loaded
+            assert await run.sample(first, 2) == drawn
+
+    played(scenario)
+
+
 @pytest.mark.covers("U47")
 def test_session_that_is_made_anew_under_an_id_is_the_new_one(tmp_path: Path) -> None:
     async def scenario() -> None:
@@ -202,6 +251,10 @@ def test_session_that_is_made_anew_under_an_id_is_the_new_one(tmp_path: Path) ->
 @pytest.mark.parametrize("where", ["journal", "state", "unloaded"])
 def test_target_and_floors_outlive_a_killed_server(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the requests in the journal, from weights beside a state, and from those of a run that was let go."""
+
+    async def in_force(number: int) -> None:
+        await until(lambda: bool(list((tmp_path / "a").glob(f"runs/*/state-{number}"))))
+
     if where == "state":
         monkeypatch.setattr(submission, "STATE_OPERATIONS", 1)
         monkeypatch.setattr(submission, "STATE_REST", 0)
@@ -211,10 +264,12 @@ def test_target_and_floors_outlive_a_killed_server(where: str, tmp_path: Path, m
             run = Run(first, await first.model())
             samplers = [await run.save()]
             await run.step()
+            if where == "state":
+                await in_force(run.number)
             samplers += [await run.save(), await run.save("snapshot")]
             if where == "state":
                 await run.step()
-                await until(lambda: bool(list((tmp_path / "a").glob(f"runs/*/state-{run.number}"))))
+                await in_force(run.number)
                 assert [path.name.rpartition("_")[2] for path in (tmp_path / "a").glob("snapshots/*inflight*")] == ["2"]
             if where == "unloaded":
                 await first.run("unload_model", {"model_id": run.model})
@@ -352,3 +407,18 @@ def test_cached_prompts_are_told_of_and_are_a_sessions_own(server_url: str) -> N
     assert {event["weights_version"] for event in events[:-1]} == {3}
     bare = sampler_of(wire, MODEL, session)
     assert "prompt_cache_hit_tokens" not in read_all(wire, asking(bare))[-1]
+
+
+@pytest.mark.covers("U41", "U47", "U49", "U56")
+def test_official_client_trains_and_samples_in_flight(server_url: str) -> None:
+    """In a process of its own, as its users run it: it leaves sockets and threads behind."""
+    environment = os.environ | {
+        "TINKER_BASE_URL": server_url,
+        "TINKER_API_KEY": "tml-any-key-will-do",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", OFFICIAL], env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "in-flight sampling done with 0.38.0" in done.stdout

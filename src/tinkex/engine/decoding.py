@@ -305,8 +305,8 @@ class Decoding(Protocol):
     def keep(self, tokens_B: torch.Tensor) -> None:
         """Remember these tokens, for rows that go by their `drawn`."""
 
-    def replace(self, before: int, weights: int, lora: Lora) -> None:
-        """Hear that rows go on with other weights: what is kept for those before is hardly needed again."""
+    def forget(self, weights: int) -> None:
+        """Free what is kept of weights that rows have left."""
 
 
 @dataclass(eq=False, slots=True)
@@ -373,7 +373,7 @@ class SlabDecoding:
     def keep(self, tokens_B: torch.Tensor) -> None:
         """Tokens are always read at once."""
 
-    def replace(self, before: int, weights: int, lora: Lora) -> None:
+    def forget(self, weights: int) -> None:
         """Nothing is kept of weights."""
 
     def _slot(self, row: Row, length: int) -> torch.Tensor:
@@ -549,10 +549,8 @@ class StaticDecoding:
         """On the device."""
         self._drawn[: tokens_B.shape[0]] = tokens_B
 
-    def replace(self, before: int, weights: int, lora: Lora) -> None:
-        """The new weights take the place of the old in the bank."""
-        if self._decoded.pop(before, None) is not None:
-            self._decoded[weights] = lora
+    def forget(self, weights: int) -> None:
+        """The next pass writes over them in the bank."""
 
     def _width(self, blocks: int) -> int:
         """Room in the tables: the kernel reads what a row has, so few widths do; plain attention reads it all."""

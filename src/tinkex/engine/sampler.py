@@ -203,7 +203,7 @@ class Runner:
         rows = [sample.row for sample in running.rows if sample.row is not None]
         for row in rows:
             row.lora, row.weights = source.lora, source.weights
-        self._decoding.replace(before.weights, source.weights, source.lora)
+        self._decoding.forget(before.weights)
 
     def cancel(self, name: str) -> None:
         """Drop a job."""

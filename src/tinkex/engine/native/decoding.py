@@ -89,7 +89,7 @@ class NativeSteps:
         return packed
 
     def forget(self, number: int) -> None:
-        """Free what is kept of an adapter; if it is used again it is packed again."""
+        """Free what is kept of an adapter."""
         self._packed.pop(number, None)
 
     def _forget(self, used: set[int]) -> None:
@@ -156,9 +156,9 @@ class NativeDecoding:
     def keep(self, tokens_B: torch.Tensor) -> None:
         """Tokens are always read at once."""
 
-    def replace(self, before: int, weights: int, lora: Lora) -> None:
-        """Free the packed copy of the old weights."""
-        self._steps.forget(before)
+    def forget(self, weights: int) -> None:
+        """Free the packed copy; if it is used again it is packed again."""
+        self._steps.forget(weights)
 
 
 def _tables(blocks: Sequence[Sequence[int]]) -> Array:
