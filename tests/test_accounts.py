@@ -332,6 +332,7 @@ NOBODYS = {
     "telemetry",
     "list_sessions",
     "search_sessions",
+    "search_checkpoints",
     "list_training_runs",
     "list_user_checkpoints",
     "get_billing_usage",
@@ -423,6 +424,9 @@ def test_lists_hold_ones_own_things_only(two: tuple[Keyed, Keyed]) -> None:
     assert bob.post("sessions/search", {"owner": {"type": "accessible"}})["sessions"] == []
     hers = {"type": "user", "owner_urns": ["tml:user:ada"]}
     assert bob.post("sessions/search", {"owner": hers})["sessions"] == []
+    assert bob.post("checkpoints/search", {"owner": {"type": "accessible"}})["checkpoints"] == []
+    assert bob.post("checkpoints/search", {"owner": hers})["checkpoints"] == []
+    assert len(ada.post("checkpoints/search", {"owner": hers})["checkpoints"]) >= 2
     assert [entry["event"] for entry in bob.get("audit")["entries"]] == ["api_key_created"]
     assert bob.get("billing/usage/checkpoints/current")["data"] == []
     assert [found["session_id"] for found in ada.post("sessions/search", {"owner": hers})["sessions"]] == [

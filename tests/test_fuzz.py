@@ -387,6 +387,15 @@ GOOD: dict[str, Json] = {
         "limit": 3,
         "cursor": {"last_created_at": "2026-07-13T00:00:00Z", "last_session_id": "x"},
     },
+    "search_checkpoints": {
+        "project_ids": ["default"],
+        "user_metadata": {"a": "b"},
+        "checkpoint_type": "sampler",
+        "owner": {"type": "user", "owner_urns": ["tml:user:local"]},
+        "base_models": ["fake"],
+        "limit": 3,
+        "cursor": {"last_created_at": "2026-07-13T00:00:00Z", "last_checkpoint_uuid": "x"},
+    },
     "telemetry": {"events": [{"event": "GENERIC_EVENT"}], "platform": "x", "session_id": "@session"},
 }
 SAME_AS: dict[str, tuple[str, ...]] = {

@@ -50,6 +50,7 @@ def test_the_server_has_these_routes_and_no_others(tmp_path: Path) -> None:
     routes = {(route.path, *(route.methods or ())) for route in named}
     expected = {(f"{PREFIX}/{op.path}", op.method, *(["HEAD"] if op.method == "GET" else [])) for op in SERVED}
     expected |= {(path, "GET", "HEAD") for path in ("/", "/metrics", "/openapi.json", "/traces/{session_id}.json")}
+    expected |= {(path, "GET", "HEAD") for path in ("/oai/api/v1/models", "/oai/api/v1/models/{model:path}")}
     assert {frozenset(route) for route in routes} == {frozenset(route) for route in expected}
 
 
@@ -111,6 +112,7 @@ MINIMAL_ANSWERS: dict[str, str] = {
     "assign_session_project": "{}",
     "export_session_trace": '{"status":"pending"}',
     "search_sessions": '{"sessions":[]}',
+    "search_checkpoints": '{"checkpoints":[]}',
     "get_billing_usage": '{"data":[]}',
     "get_current_checkpoint_storage_usage": '{"data":[]}',
     "get_audit_log": '{"entries":[]}',
@@ -204,6 +206,7 @@ def requests(wire: Wire) -> dict[str, Any]:
         "get_session": None,
         "list_sessions": None,
         "search_sessions": {"user_metadata": {}, "owner": {"type": "own"}, "limit": 50},
+        "search_checkpoints": {"user_metadata": {}, "owner": {"type": "own"}, "limit": 50},
         "assign_session_project": {"project_id": "p1"},
         "export_session_trace": None,
         "get_billing_usage": None,

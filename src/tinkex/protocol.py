@@ -12,6 +12,7 @@ from tinkex.types.account import (
     BillingUsageResponse,
     CurrentCheckpointStorageUsageResponse,
 )
+from tinkex.types.checkpoint_search import CheckpointSearchRequest, CheckpointSearchResponse
 from tinkex.types.checkpoints import (
     CheckpointArchiveUrlResponse,
     CheckpointsListResponse,
@@ -198,6 +199,9 @@ ASSIGN_SESSION_PROJECT = Operation(
     "assign_session_project", "PUT", "sessions/{session_id}/project", AssignSessionProjectRequest, Empty
 )
 EXPORT_SESSION_TRACE = _get("export_session_trace", "sessions/{session_id}/trace_export", SessionTraceExportResponse)
+SEARCH_CHECKPOINTS = _post(
+    "search_checkpoints", CheckpointSearchRequest, CheckpointSearchResponse, path="checkpoints/search"
+)
 SEARCH_SESSIONS = _post("search_sessions", SessionSearchRequest, SessionSearchResponse, path="sessions/search")
 GET_BILLING_USAGE = _get("get_billing_usage", "billing/usage/events", BillingUsageResponse)
 GET_CURRENT_CHECKPOINT_STORAGE_USAGE = _get(
@@ -254,6 +258,7 @@ OPERATIONS: tuple[Operation, ...] = (
     GET_SESSION,
     ASSIGN_SESSION_PROJECT,
     EXPORT_SESSION_TRACE,
+    SEARCH_CHECKPOINTS,
     SEARCH_SESSIONS,
     GET_BILLING_USAGE,
     GET_CURRENT_CHECKPOINT_STORAGE_USAGE,

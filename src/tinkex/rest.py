@@ -14,18 +14,18 @@ import os
 import threading
 import time
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 from tinkex import codec, protocol
+from tinkex.client.checkpoints import CheckpointMethods, warn_experimental
 from tinkex.client.deprecations import deprecated, value_twin
 from tinkex.config import Config
 from tinkex.credentials import claims
 from tinkex.dialects import read_receipt
-from tinkex.errors import APIResponseValidationError, ExperimentalWarning, TinkerError
+from tinkex.errors import APIResponseValidationError, TinkerError
 from tinkex.futures import APIFuture, AwaitableConcurrentFuture, retrieve, start
 from tinkex.protocol import PROTOCOL_VERSION, Operation
 from tinkex.responses import wrapped
@@ -223,7 +223,7 @@ class _Client:
         return self._call("get_current_checkpoint_storage_usage", op, query={"project_id": project_id})
 
 
-class RestClient(_Client):
+class RestClient(_Client, CheckpointMethods):
     """Training runs, checkpoints and sessions: look them up, share them, copy them, let them expire.
 
     In the examples `rest` is one; `help(tinkex)` shows how the others, such as `client`, are made.
@@ -840,7 +840,7 @@ class RestClient(_Client):
             >>> page.sessions[0].session_id == client.holder.session_id
             True
         """
-        _warn_experimental("search_sessions")
+        warn_experimental("search_sessions")
         return self._call("search_sessions", protocol.SEARCH_SESSIONS, request)
 
     def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
@@ -1093,14 +1093,6 @@ async def _exchange_key(transport: Transport) -> dict[str, Any]:
         raise RuntimeError("whoami needs a token: there is none, and this server gives none in exchange for keys")
     token: AuthTokenResponse = await transport.call(protocol.AUTH_TOKEN, Empty(), headers=headers)
     return _claims(token.jwt)
-
-
-def _warn_experimental(method: str) -> None:
-    warnings.warn(
-        f"RestClient.{method} is experimental: it may change or go in any release without notice",
-        ExperimentalWarning,
-        stacklevel=3,
-    )
 
 
 async def _closing(transport: Transport | None) -> None:

@@ -94,7 +94,7 @@ class Catalogue:
             GROUP BY c.model_id"""
         ids = json.dumps([row["model_id"] for row in runs])
         rows = self._rows(query, ids=ids, kind=f"/{kind}/", owner=owner)
-        return {row["model_id"]: self._store._saved(row) for row in rows}
+        return {row["model_id"]: self._store.saved(row) for row in rows}
 
     def touch(self, requests: Mapping[str, float]) -> None:
         """Note when something was last asked of runs."""
@@ -121,7 +121,7 @@ class Catalogue:
         total = self._rows(f"SELECT count(*) {where}", **values)[0][0]
         page = f"SELECT c.* {where} ORDER BY c.created DESC, c.tinker_path LIMIT :limit OFFSET :offset"
         rows = self._rows(page, **values, limit=limit, offset=offset)
-        return [self._store._saved(row) for row in rows], total
+        return [self._store.saved(row) for row in rows], total
 
     def samplers(self, owner: str, base_models: Sequence[str], limit: int) -> list[SavedCheckpoint]:
         """Someone's checkpoints to sample from, on these base models; the newest first."""
@@ -131,7 +131,7 @@ class Catalogue:
               AND c.base_model IN (SELECT value FROM json_each(:bases))
             ORDER BY c.created DESC, c.tinker_path LIMIT :limit"""
         rows = self._rows(query, owner=owner, bases=json.dumps(list(base_models)), limit=max(0, limit))
-        return [self._store._saved(row) for row in rows]
+        return [self._store.saved(row) for row in rows]
 
     def set_public(self, path: str, owner: str, public: bool) -> bool:
         """Publish a checkpoint of someone's, or no longer; False when they have none of that path."""

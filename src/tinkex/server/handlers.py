@@ -18,6 +18,7 @@ from tinkex.codec import JSON, Body
 from tinkex.engine import STABLE_REINFORCE, EngineError, Listener, Recalled, token_limit
 from tinkex.server import inflight
 from tinkex.server.accounts import auth_token, delete_api_key, get_api_key
+from tinkex.server.checkpoint_search import search_checkpoints
 from tinkex.server.checkpoints import Wanted, find_checkpoint, readable, saving
 from tinkex.server.completions import poll, target_of
 from tinkex.server.exports import get_checkpoint_archive, get_external_weights_urls, save_weights_external
@@ -821,6 +822,7 @@ HANDLERS: dict[str, Handler] = {
         get_session,
         list_sessions,
         search_sessions,
+        search_checkpoints,
         assign_session_project,
         export_session_trace,
         get_billing_usage,

@@ -94,7 +94,7 @@ async def _checkpoints(state: State, call: Call, model_id: str | None) -> Checkp
 
     found, total = await asyncio.to_thread(look)
     return CheckpointsListResponse(
-        checkpoints=[_checkpoint(saved) for saved in found],
+        checkpoints=[checkpoint_record(saved) for saved in found],
         cursor=Cursor(offset=offset, limit=len(found) if whole else limit, total_count=total),
     )
 
@@ -137,13 +137,14 @@ def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
         corrupted=record.corrupted,
         lora_rank=run.lora.rank,
         last_request_time=_moment(max(record.last_request, state.asked.get(run.model_id, 0.0))),
-        last_checkpoint=_checkpoint(record.last_training) if record.last_training else None,
-        last_sampler_checkpoint=_checkpoint(record.last_sampler) if record.last_sampler else None,
+        last_checkpoint=checkpoint_record(record.last_training) if record.last_training else None,
+        last_sampler_checkpoint=checkpoint_record(record.last_sampler) if record.last_sampler else None,
         user_metadata=_texts(run.user_metadata) if run.owner == reader else None,
     )
 
 
-def _checkpoint(saved: SavedCheckpoint) -> Checkpoint:
+def checkpoint_record(saved: SavedCheckpoint) -> Checkpoint:
+    """A checkpoint as lists show it."""
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(saved.tinker_path)
     return Checkpoint(
         checkpoint_id=parsed.checkpoint_id,
@@ -154,6 +155,7 @@ def _checkpoint(saved: SavedCheckpoint) -> Checkpoint:
         public=saved.public,
         user_metadata=saved.user_metadata or None,
         expires_at=None if saved.expires is None else _moment(saved.expires),
+        base_model=saved.base_model,
     )
 
 

@@ -438,9 +438,10 @@ class Store:
             tinker_path,
             time.time(),
         )
-        return None if row is None else self._saved(row)
+        return None if row is None else self.saved(row)
 
-    def _saved(self, row: sqlite3.Row) -> SavedCheckpoint:
+    def saved(self, row: sqlite3.Row) -> SavedCheckpoint:
+        """A checkpoint from its row."""
         return SavedCheckpoint(
             tinker_path=row["tinker_path"],
             model_id=row["model_id"],

@@ -21,6 +21,11 @@ from tinkex.types.account import (
     TrainingBillingEvent,
     WhoamiResponse,
 )
+from tinkex.types.checkpoint_search import (
+    CheckpointSearchCursor,
+    CheckpointSearchRequest,
+    CheckpointSearchResponse,
+)
 from tinkex.types.checkpoints import (
     Checkpoint,
     CheckpointArchiveUrlResponse,
@@ -224,6 +229,9 @@ __all__ = [
     "Checkpoint",
     "CheckpointArchiveUrlResponse",
     "CheckpointBillingEvent",
+    "CheckpointSearchCursor",
+    "CheckpointSearchRequest",
+    "CheckpointSearchResponse",
     "CheckpointType",
     "CheckpointsListResponse",
     "ClientConfigRequest",

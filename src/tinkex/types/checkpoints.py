@@ -403,6 +403,8 @@ class Checkpoint(Stamped, frozen=True, kw_only=True):
     public: bool = False
     user_metadata: dict[str, str] | None = None
     expires_at: dt.datetime | None = None
+    base_model: str | None = None
+    """None in the lists of servers that do not say it."""
 
     @property
     def training_run_id(self) -> str:

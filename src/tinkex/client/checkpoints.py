@@ -1,0 +1,53 @@
+"""Experimental methods of RestClient: the search for checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tinkex import protocol
+from tinkex.errors import ExperimentalWarning
+
+if TYPE_CHECKING:
+    from tinkex.futures import APIFuture
+    from tinkex.protocol import Operation
+    from tinkex.types.checkpoint_search import CheckpointSearchRequest, CheckpointSearchResponse
+
+
+class Caller(Protocol):
+    """A client that calls operations on behalf of its public methods."""
+
+    def _call(self, method: str, op: Operation, request: Any = None) -> APIFuture[Any]: ...
+
+
+class CheckpointMethods:
+    """Methods of RestClient that are about many checkpoints."""
+
+    def search_checkpoints(self: Caller, request: CheckpointSearchRequest) -> APIFuture[CheckpointSearchResponse]:
+        """Search your checkpoints, newest first. Experimental: it may change in any release.
+
+        A page's `next_cursor` is the next request's `cursor`; the last page has none.
+
+        Args:
+            request: The checkpoints to look for, and the place to go on from.
+
+        Returns:
+            A future of a page of checkpoints.
+
+        Example:
+            >>> request = tinkex.types.CheckpointSearchRequest(checkpoint_type="training", limit=1)
+            >>> page = rest.search_checkpoints(request).result()
+            >>> [checkpoint.base_model for checkpoint in page.checkpoints]
+            ['tinkex/tiny']
+        """
+        warn_experimental("search_checkpoints")
+        return self._call("search_checkpoints", protocol.SEARCH_CHECKPOINTS, request)
+
+
+def warn_experimental(method: str) -> None:
+    """Tell a method's caller that it may change."""
+    warnings.warn(
+        f"RestClient.{method} is experimental: it may change or go in any release without notice",
+        ExperimentalWarning,
+        stacklevel=3,
+    )
