@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.references import adapter_of, randomise
+from engine.references import adapter_of, assert_near, randomise
 from engine.test_overlap import EVENTFUL, check, crowd_of, each_alone, limited, model_path, together
+from engine.test_stability import experience, gradient
 from tinkex.engine import copies, run_pass
 from tinkex.engine.cache import RESERVED, Pool
 from tinkex.engine.decoder import BARE
@@ -152,3 +153,25 @@ def test_inputs_are_not_overwritten_while_the_device_is_behind(checkpoint: Check
         torch.cuda._sleep(1 << 29)  # type: ignore[no-untyped-call]
         for token, got in enumerate([logits(token) for token in range(6)]):
             assert torch.equal(got, expected[token]), token
+
+
+@pytest.mark.covers("U52", "U54")
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_recordings_and_their_loss_are_those_of_the_cpu(checkpoint: Checkpoint, family: str) -> None:
+    config = {"kl_coeff": 0.3, "tinkex_divergence_limit": 0.05}
+    results = {}
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
+        engine = engine_of(checkpoint, family, device, dtype)
+        drawn = experience(engine)
+        randomise(adapter_of(engine), seed=9)
+        results[device, dtype] = drawn, *gradient(engine, drawn, "stable_reinforce", config)
+    (ours, output, grad), (theirs, same, other), (half, _, rough) = results.values()
+    for mine, its in zip(ours.recalled, theirs.recalled, strict=True):
+        np.testing.assert_array_equal(mine.recording.tokens, its.recording.tokens)
+        np.testing.assert_array_equal(mine.recording.top_tokens, its.recording.top_tokens)
+        np.testing.assert_allclose(mine.recording.top_logprobs, its.recording.top_logprobs, atol=1e-4)
+        np.testing.assert_allclose(mine.recording.model_logprobs, its.recording.model_logprobs, atol=1e-4)
+    assert same.metrics["loss:sum"] == pytest.approx(output.metrics["loss:sum"], rel=1e-4)
+    assert_near(other.cpu(), grad, 1e-3)
+    assert all((np.diff(known.recording.top_logprobs, axis=1) <= 0).all() for known in half.recalled)
+    assert torch.isfinite(rough).all()
