@@ -23,6 +23,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from tinkex.server.journal import read_records
+from tinkex.server.seals import SEAL
 from tinkex.server.store import DATABASE
 
 PROGRAM = Path(__file__).parent / "crashing_server.py"
@@ -183,6 +184,8 @@ def files_of(data_dir: Path) -> dict[str, str]:
     """The saved tensors of a data directory by name, and what the fake engine saves instead."""
     found = {}
     for file in sorted((data_dir / "checkpoints").glob("*/*/*/*")):
+        if file.name == SEAL:  # made of the files as they are, headers and all
+            continue
         name = f"{file.parent.parent.name}/{file.parent.name}/{file.name}"
         content = file.read_bytes()
         if file.suffix == ".safetensors":  # their headers are in no order of their own

@@ -269,9 +269,16 @@ WAYS = [
 ]
 
 
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6, "top_k": 3, "presence_penalty": 1.5},
+    {"temperature": 0.0},
+]
+
+
 @pytest.mark.covers("U52")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.6, "top_k": 3}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
 def test_recording_is_of_the_model_as_it_is(way: str, params: dict[str, Any], checkpoint: Checkpoint) -> None:
     engine = engine_of(checkpoint, "llama", way)
     engine.load_sampler("s", "small", None)

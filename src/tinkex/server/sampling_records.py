@@ -143,11 +143,9 @@ class SamplingRecords:
         self._cache_in(request_id, tuple(recordings))
 
     async def _append(self, session: _Session, now: float, facts: dict[str, Any], body: bytes = b"") -> Place:
-        journal = self._journal(session.directory)
         try:
-            place = await journal.append(int(now * 1e9), facts, body)
+            place = await self._journal(session.directory).append(int(now * 1e9), facts, body)
         except OSError as error:
-            journal.rotate()  # where later records lie in this file is not known any more
             raise EngineError(f"the recording of a sample cannot be put on disk: {error}", "server") from None
         session.sizes[place.segment] = max(session.sizes[place.segment], place.offset + place.size)
         session.until[place.segment] = max(session.until[place.segment], now + TRAINABLE_SECONDS)
