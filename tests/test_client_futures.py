@@ -493,7 +493,7 @@ def test_methods_of_rest_clients_all_say_that_they_give_futures() -> None:
 
 
 @pytest.mark.covers("U34")
-def test_blocking_on_tinkexs_own_loop_is_refused(held: Held) -> None:
+def test_blocking_on_tinkexs_own_loop_is_refused(held: Held, caplog: pytest.LogCaptureFixture) -> None:
     future = held.training()
 
     async def block() -> list[str]:
@@ -510,6 +510,7 @@ def test_blocking_on_tinkexs_own_loop_is_refused(held: Held) -> None:
         return refused
 
     assert len(start(block()).result(20)) == 4
+    assert caplog.text == ""
     held.open.set()
     client = future.result(20)
 
