@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -50,6 +50,8 @@ TABLES: dict[str, Mapping[str, Any]] = {
     "memory_format": MEMORY_FORMATS,
 }
 META = torch.device("meta")
+WITH_GRADIENT = 3
+"""How many times the work of a step its gradient makes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,20 +151,46 @@ class _Step:
 
 
 @dataclass(slots=True)
+class Allowance:
+    """What the loss of a pass may still use, for all its data and their gradients."""
+
+    work: float
+    seconds: float
+
+    @classmethod
+    def of(cls, limits: GraphLimits, given: int) -> Allowance:
+        """For data whose inputs hold so many numbers."""
+        return cls(
+            work=max(limits.pass_work, limits.pass_growth * given),
+            seconds=max(limits.seconds, limits.seconds_growth * given),
+        )
+
+    def spend_time(self, since: float) -> None:
+        """Take the time since then from it, that of a gradient too."""
+        self.seconds -= time.monotonic() - since
+        if self.seconds < 0:
+            raise EngineError("the custom loss takes too long for one pass, with its gradient; send less data in one")
+
+
+@dataclass(slots=True)
 class _Budget:
     """What the computation of one datum may still use."""
 
     node: int
     total: int
+    work: float
     deadline: float
+    allowance: Allowance
 
     @classmethod
-    def of(cls, limits: GraphLimits, given: int) -> _Budget:
+    def of(cls, limits: GraphLimits, given: int, allowance: Allowance) -> _Budget:
         """For inputs that hold so many numbers."""
         return cls(
             node=max(limits.elements, limits.growth * given),
             total=max(limits.total_elements, limits.total_growth * given),
-            deadline=time.monotonic() + limits.seconds,
+            work=max(limits.pass_work / 2, limits.pass_growth * given),
+            deadline=time.monotonic() + allowance.seconds,
+            allowance=allowance,
         )
 
     def check(self, bound: int) -> None:
@@ -173,6 +201,15 @@ class _Budget:
             raise Refusal("the results of all nodes together hold too many numbers for this datum")
         if time.monotonic() > self.deadline:
             raise Refusal("the loss takes too long")
+
+    def charge(self, work: int) -> None:
+        """Take work from the budget before it is done."""
+        if work > self.work:
+            raise Refusal("the loss needs more work than is allowed for this datum, with its gradient")
+        if work > self.allowance.work:
+            raise Refusal("the data of this pass together need more work than is allowed; send less data in one")
+        self.work -= work
+        self.allowance.work -= work
 
     def spend(self, value: Any) -> None:
         """Take what was computed from the budget."""
@@ -202,13 +239,14 @@ class CompiledLoss:
     _limits: GraphLimits
 
     def __call__(
-        self, logprobs: torch.Tensor, inputs: Mapping[str, torch.Tensor]
+        self, logprobs: torch.Tensor, inputs: Mapping[str, torch.Tensor], allowance: Allowance | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of a datum and its metrics, each a single number; the loss is differentiable by `logprobs`.
 
         Args:
             logprobs: The log-probabilities of the datum's targets, `[T]` or `[T, K]`.
             inputs: The other inputs by name; those that the loss does not take are ignored.
+            allowance: What the pass may still use; that of a pass of this datum alone by default.
 
         Raises:
             EngineError: An input is missing or has another rank, or a step failed or would cost too much.
@@ -221,7 +259,7 @@ class CompiledLoss:
             if given[name].ndim != rank:
                 raise EngineError(f"{where}: input {name!r} must have rank {rank}, not shape {list(given[name].shape)}")
         values = {node: given[name].to(logprobs.device) for node, name in self._placeholders.items()}
-        self._run(values, logprobs.device)
+        self._run(values, logprobs.device, allowance)
         loss = self._single(values[self._output[0]], "the loss")
         if not loss.is_floating_point():
             raise EngineError(f"{where}: the loss must be a float, it is {str(loss.dtype).removeprefix('torch.')}")
@@ -235,9 +273,28 @@ class CompiledLoss:
             raise EngineError(f"custom loss {self.name!r}: {what} must be a tensor of a single number, it is {found}")
         return value
 
-    def _run(self, values: dict[str, Any], device: torch.device) -> None:
-        """Run the steps, and add their results to the values."""
-        budget = _Budget.of(self._limits, sum(value.numel() for value in values.values()))
+    def allowance(self, given: int) -> Allowance:
+        """What a pass over inputs that hold so many numbers may use."""
+        return Allowance.of(self._limits, given)
+
+    def work(self, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        """Estimate the work of a datum from the shapes of its inputs; None if its values decide."""
+        allowance = Allowance(math.inf, self._limits.seconds)
+        values: dict[str, Any] = {
+            node: torch.empty(tuple(shapes[name]), device=META) for node, name in self._placeholders.items()
+        }
+        try:
+            with torch.no_grad():
+                spent = self._run(values, META, allowance)
+        except EngineError:
+            return None
+        return int(spent)
+
+    def _run(self, values: dict[str, Any], device: torch.device, allowance: Allowance | None = None) -> float:
+        """Run the steps, and add their results to the values; gives the work that it took."""
+        given = sum(value.numel() for value in values.values())
+        budget = _Budget.of(self._limits, given, allowance or Allowance.of(self._limits, given))
+        whole = budget.work
         for step in self._steps:
             try:
                 values[step.name] = self._result(step, values, device, budget)
@@ -246,6 +303,7 @@ class CompiledLoss:
             except Exception as error:  # torch raises a dozen kinds of errors for arguments that do not fit
                 text = str(error).partition("\n")[0][:300] or type(error).__name__
                 raise EngineError(_where(self.name, step) + text) from error
+        return whole - budget.work
 
     def _result(self, step: _Step, values: Mapping[str, Any], device: torch.device, budget: _Budget) -> Any:
         def settle(leaf: Any) -> Any:
@@ -259,13 +317,14 @@ class CompiledLoss:
             raise Refusal("has too many arguments")
         if operation.makes:
             kwargs["device"] = device
-        operation.check(args, kwargs, self._limits)
+        product = operation.check(args, kwargs, self._limits) or 0
         bound = None if operation.bound is None else operation.bound(args, kwargs)
         if bound is None:
             with torch.no_grad():
                 sized = operation.function(*replace(args, _valueless), **replace(kwargs, _valueless))
             bound = _numbers(sized)
         budget.check(bound)
+        budget.charge(WITH_GRADIENT * (product + self._limits.number_work * (_numbers((args, kwargs)) + bound)))
         value = _admitted(operation.function(*args, **kwargs))
         budget.spend(value)
         return value
@@ -396,10 +455,10 @@ def _keywords(kwargs: Mapping[str, Any], reader: _Reader) -> Iterator[tuple[str,
 def _on_tensor(operation: Operation) -> Operation:
     """A method: found on the class of tensors, it is called on nothing else."""
 
-    def check(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
+    def check(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> int | None:
         if not isinstance(args[0], torch.Tensor):
             raise Refusal(f"is a method of tensors, not of a {type(args[0]).__name__}")
-        operation.check(args, kwargs, limits)
+        return operation.check(args, kwargs, limits)
 
     return Operation(operation.function, check, operation.texts, operation.makes, operation.bound)
 

@@ -99,6 +99,10 @@ def _clipped_objective(ratio_M: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     return -torch.minimum(ratio_M * inputs["advantages"], _clip(ratio_M, inputs) * inputs["advantages"])
 
 
+STEP_WORK = 1 << 34
+"""Multiplications of losses that were sent as graphs which fill a step: some tenths of a second on a CPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """A loss and what it takes.
@@ -204,6 +208,13 @@ class Examples:
     inputs: dict[str, list[Array]]
     others: Sequence[Others] = ()
     """By datum, what else its loss reads, if it reads anything else."""
+    work: Sequence[int] = ()
+    """By datum, the work of its loss, if that is more than reading its targets."""
+
+    def weight(self, index: int, budget: int) -> int:
+        """The tokens of a datum, and the work of its loss as tokens: STEP_WORK is as much as a step's budget."""
+        tokens = self.tokens[index].size
+        return tokens + self.work[index] * budget // STEP_WORK if self.work else tokens
 
     def wanted(self, index: int) -> tuple[Array, Array]:
         """The tokens whose log-probabilities the loss of a datum reads, and how many each of its positions has."""

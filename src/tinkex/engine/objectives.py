@@ -8,8 +8,11 @@ Axes: M targets of a micro-batch, L values of a loss: one per target, or one per
 
 from __future__ import annotations
 
+import bisect
+import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -17,10 +20,11 @@ import torch
 
 from tinkex.engine import STABLE_REINFORCE, EngineError, Recalled
 from tinkex.engine.copies import to_device
-from tinkex.engine.custom import CompiledLoss
+from tinkex.engine.custom import Allowance, CompiledLoss
 from tinkex.engine.losses import (
     CUSTOM,
     SEQUENCE,
+    STEP_WORK,
     TARGETS,
     Evaluated,
     Examples,
@@ -36,6 +40,9 @@ from tinkex.engine.losses import (
 from tinkex.engine.stability import DEFAULTS, StableReinforce, read_settings
 from tinkex.types.inputs import Datum
 from tinkex.types.tensors import Array
+
+LOOKED_AT = 4
+"""Data whose work is estimated, of different sizes; the others are between them."""
 
 
 class Objective(Protocol):
@@ -115,12 +122,18 @@ class TableLoss:
         return Evaluated(losses_M, torch.autograd.grad(losses_M.sum(), leaf_M)[0] if backward else None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GraphLoss:
-    """A loss that was sent as a graph: it takes one datum at a time, with inputs of their own shapes and dtypes."""
+    """A loss that was sent as a graph: it takes one datum at a time, with inputs of their own shapes and dtypes.
+
+    All data of a pass share one allowance of work and time. A datum that is computed again replaces what it used.
+    """
 
     compiled: CompiledLoss
     elementwise: bool = False
+    _allowance: Allowance = field(init=False)
+    _used: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """By datum, the work and the seconds that it took."""
 
     def read(self, data: Sequence[Datum], room: Room) -> Examples:
         """Check data before anything is computed; inputs that the loss does not take are ignored."""
@@ -133,7 +146,25 @@ class GraphLoss:
             name: [self._input(index, datum, name, axes) for index, datum in enumerate(data)]
             for name, axes in ranks.items()
         }
-        return Examples(tokens, targets, inputs)
+        sizes = [[array.size, *(each[index].size for each in inputs.values())] for index, array in enumerate(targets)]
+        self._allowance = self.compiled.allowance(sum(map(sum, sizes)))
+        shapes = [
+            {"logprobs": array.shape} | {name: arrays[index].shape for name, arrays in inputs.items()}
+            for index, array in enumerate(targets)
+        ]
+        return Examples(tokens, targets, inputs, work=self._work(shapes))
+
+    def _work(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> list[int]:
+        """Estimate the work of each datum: as much as that of the next larger one that was looked at."""
+        keys = [tuple(tuple(shape) for shape in each.values()) for each in shapes]
+        distinct = sorted(set(keys), key=lambda key: (sum(map(math.prod, key)), key))
+        looked_at = sorted({round(place * (len(distinct) - 1) / (LOOKED_AT - 1)) for place in range(LOOKED_AT)})
+        places = {key: place for place, key in enumerate(distinct)}
+        works = []
+        for place in looked_at:
+            work = self.compiled.work(dict(zip(shapes[0], distinct[place], strict=True)))
+            works.append(STEP_WORK // 8 if work is None else work)
+        return [works[bisect.bisect_left(looked_at, places[key])] for key in keys]
 
     def _input(self, index: int, datum: Datum, name: str, rank: int) -> Array:
         tensor = present(index, datum, name)
@@ -165,22 +196,37 @@ class GraphLoss:
         for index, part in zip(indices, parts, strict=True):
             leaf = part.view(examples.targets[index].shape).requires_grad_(backward)
             inputs = {name: torch.tensor(arrays[index]) for name, arrays in examples.inputs.items()}
-            try:
-                loss, told = self.compiled(leaf, inputs)
-            except EngineError as error:
-                raise EngineError(f"datum {index}: {error}") from error
-            losses.append(loss.detach())
+            loss, told, grad = self._evaluate(index, leaf, inputs, backward=backward)
+            losses.append(loss)
             for name, value in told.items():
                 metrics[name].append(float(value))
-            if backward:
-                grads.append(self._gradient(index, loss, leaf))
+            if grad is not None:
+                grads.append(grad)
         losses_L = torch.stack([loss.to(logprobs_M.dtype) for loss in losses])
         return Evaluated(losses_L, torch.cat(grads) if backward else None, metrics)
 
-    def _gradient(self, index: int, loss: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    def _evaluate(
+        self, index: int, leaf: torch.Tensor, inputs: Mapping[str, torch.Tensor], *, backward: bool
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]:
+        """The loss of a datum, its metrics and its gradient, all within the allowance of the pass."""
+        work, seconds = self._used.pop(index, (0.0, 0.0))
+        self._allowance.work += work
+        self._allowance.seconds += seconds
+        before, began = replace(self._allowance), time.monotonic()
+        try:
+            loss, told = self.compiled(leaf, inputs, self._allowance)
+            grad = self._gradient(loss, leaf) if backward else None
+            self._allowance.spend_time(began)
+        except EngineError as error:
+            raise EngineError(f"datum {index}: {error}") from error
+        used = self._allowance
+        self._used[index] = (before.work - used.work, before.seconds - used.seconds)
+        return loss.detach(), told, grad
+
+    def _gradient(self, loss: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         try:
             (grad,) = torch.autograd.grad(loss, leaf)
         except RuntimeError as error:  # an operation without a derivative
             text = str(error).partition("\n")[0][:300]
-            raise EngineError(f"datum {index}: custom loss {self.compiled.name!r} has no gradient: {text}") from error
+            raise EngineError(f"custom loss {self.compiled.name!r} has no gradient: {text}") from error
         return grad.reshape(-1)

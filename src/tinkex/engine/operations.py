@@ -38,7 +38,13 @@ class GraphLimits:
         total_elements: Most numbers in the results of all steps of one datum ...
         total_growth: ... or so many times those in the loss's inputs, if that is more.
         work: Most multiplications in one matrix product.
-        seconds: Longest computation of one datum; it is stopped between two steps.
+        pass_work: Most multiplications for all data of a pass, with their gradients; a number that is read or made
+            counts as `number_work` of them ...
+        pass_growth: ... or so many times the numbers in the pass's inputs, if that is more. One datum may use
+            half of the former, or so many times its own.
+        number_work: How many multiplications a number counts as.
+        seconds: Longest computation of the loss for all data of a pass; it is stopped between two steps ...
+        seconds_growth: ... or so many seconds for each number in the pass's inputs, if that is more.
     """
 
     nodes: int = 1024
@@ -52,7 +58,11 @@ class GraphLimits:
     total_elements: int = 1 << 26
     total_growth: int = 64
     work: int = 1 << 33
+    pass_work: int = 1 << 36
+    pass_growth: int = 1 << 22
+    number_work: int = 32
     seconds: float = 10.0
+    seconds_growth: float = 1e-3
 
 
 class Refusal(Exception):
@@ -76,7 +86,7 @@ class Operation:
 
     Attributes:
         function: What is called.
-        check: Refuses arguments before the call.
+        check: Refuses arguments before the call; gives the multiplications of a matrix product.
         texts: What its texts may be.
         makes: Whether it makes a tensor from none, and must be told the device.
         bound: Most numbers in a tensor of the result. None, or a bound of None, leaves that to the meta device: it
@@ -84,7 +94,7 @@ class Operation:
     """
 
     function: Callable[..., Any]
-    check: Callable[[Arguments, Keywords, GraphLimits], None] = _no_check
+    check: Callable[[Arguments, Keywords, GraphLimits], int | None] = _no_check
     texts: re.Pattern[str] = WORDS
     makes: bool = False
     bound: Callable[[Arguments, Keywords], int | None] | None = None
@@ -165,20 +175,21 @@ def _check_quotient(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> N
     _check_division(args, kwargs, limits)
 
 
-def _check_product(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
+def _check_product(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> int:
     # Products of more dimensions copy what they broadcast, which may be larger than what they give.
     if kwargs or len(args) != 2 or not all(isinstance(value, torch.Tensor) and value.ndim <= 2 for value in args):
         raise Refusal("takes two tensors of at most two dimensions")
     columns = args[1].shape[1] if args[1].ndim == 2 else 1
-    _check_work(args[0].numel() * columns, limits)
+    return _check_work(args[0].numel() * columns, limits)
 
 
-def _check_work(multiplications: int, limits: GraphLimits) -> None:
+def _check_work(multiplications: int, limits: GraphLimits) -> int:
     if multiplications > limits.work:
         raise Refusal(f"needs {multiplications} multiplications; at most {limits.work} are allowed")
+    return multiplications
 
 
-def _check_equation(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
+def _check_equation(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> int:
     if kwargs or not args or not isinstance(args[0], str):
         raise Refusal("takes an equation, then one or two tensors")
     terms = args[0].replace(" ", "").split("->")[0].split(",")
@@ -193,7 +204,7 @@ def _check_equation(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> N
     for term, tensor in zip(terms, tensors, strict=True):
         for letter, size in zip(term, tensor.shape, strict=True):
             sizes[letter] = max(size, sizes.get(letter, 1))
-    _check_work(math.prod(sizes.values()), limits)
+    return _check_work(math.prod(sizes.values()), limits)
 
 
 def _check_named(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:

@@ -136,6 +136,10 @@ class Pass:
         """The tokens of a piece."""
         return sum(self.examples.tokens[index].size for index in piece)
 
+    def weight(self, piece: list[int], budget: int) -> int:
+        """The tokens of a piece, and what its loss takes besides, as tokens."""
+        return sum(self.examples.weight(index, budget) for index in piece)
+
     def finish(self, *, finite: bool) -> ForwardBackwardOutput:
         """Add the gradient to the adapter's; everything has been run."""
         if self.scratch is not None and not finite:
@@ -147,11 +151,11 @@ class Pass:
 
 
 def cut(examples: Examples, budget: int) -> Iterator[list[int]]:
-    """Indices of the data, shortest first, in pieces of at most `budget` tokens (or one datum)."""
+    """Indices of the data, shortest first, in pieces that weigh at most `budget` tokens (or one datum)."""
     piece: list[int] = []
     total = 0
     for index in sorted(range(len(examples.tokens)), key=lambda i: examples.tokens[i].size):
-        size = examples.tokens[index].size
+        size = examples.weight(index, budget)
         if piece and total + size > budget:
             yield piece
             piece, total = [], 0
@@ -261,7 +265,7 @@ class Trainer:
         chosen: list[tuple[Pass, list[int]]] = []
         total = 0
         while len(chosen) < MOST_PIECES and (work := self._next(chosen[0][0] if chosen else None)) is not None:
-            size = work.size(work.pieces[0])
+            size = work.weight(work.pieces[0], self.budget)
             if chosen and total + size > self.budget:
                 break
             chosen.append((work, work.pieces.popleft()))
