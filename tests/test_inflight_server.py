@@ -252,8 +252,8 @@ def test_session_that_is_made_anew_under_an_id_is_the_new_one(tmp_path: Path) ->
 def test_target_and_floors_outlive_a_killed_server(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the requests in the journal, from weights beside a state, and from those of a run that was let go."""
 
-    async def in_force(number: int) -> None:
-        await until(lambda: bool(list((tmp_path / "a").glob(f"runs/*/state-{number}"))))
+    async def in_force(number: int, place: Path = tmp_path / "a") -> None:
+        await until(lambda: [path.name for path in place.glob("runs/*/state-*")] == [f"state-{number}"])
 
     if where == "state":
         monkeypatch.setattr(submission, "STATE_OPERATIONS", 1)
@@ -282,6 +282,8 @@ def test_target_and_floors_outlive_a_killed_server(where: str, tmp_path: Path, m
             if where == "unloaded":
                 return
             await run.step()
+            if where == "state":
+                await in_force(run.number, image)
             samplers.append(await run.save())
             assert (await run.sample(samplers[0], 3))["weights_versions"] == [3] * 3
             drawn = [await run.sample(sampler, 4) for sampler in samplers]
