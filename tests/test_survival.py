@@ -427,6 +427,26 @@ def test_samples_without_a_session_or_a_number_are_found_again(tmp_path: Path) -
 
 
 @pytest.mark.covers("S44")
+def test_sample_without_a_session_stays_its_owners_after_a_restart(tmp_path: Path) -> None:
+    direct = sample_json("", None, base_model="fake", sampling_params={"max_tokens": 4})
+    del direct["sampling_session_id"]
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as first:
+            mine, other = (create_key(first.state.store, name, name)[1] for name in ("mine", "other"))
+            request_id = await first.submit("asample", direct, mine)
+            expected = await first.result(request_id, mine)
+            image = killed(tmp_path / "a")
+        async with life(image) as second:
+            for path in ("retrieve_future", "retrieve_future", "cancel_future"):  # the first has it drawn again
+                status, answer = await second.send(path, {"request_id": request_id}, other)
+                assert (status, answer["detail"]) == (404, f"there is no request '{request_id}'")
+            assert await second.result(request_id, mine) == expected
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
 def test_a_record_that_is_being_written_is_not_taken_for_a_torn_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         committer = Committer()

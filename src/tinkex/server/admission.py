@@ -12,7 +12,7 @@ from tinkex.protocol import Operation
 from tinkex.server.handlers import require_session
 from tinkex.server.state import DIRECT, Call, Refusal, State
 from tinkex.server.submission import UNKNOWN, failed_receipt, spend
-from tinkex.server.usage import Watch, lengths
+from tinkex.server.usage import lengths
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import UntypedAPIFuture
 
@@ -62,7 +62,7 @@ async def _owner(state: State, field: str, name: str) -> str | None:
     """Whose a thing is: its name begins with its session's, whose owner is remembered."""
     if field == "request_id" and name.startswith(f"{DIRECT}:"):  # of no session; it says itself who asked
         promise = state.promises.get(name)
-        return promise.on_settled.owner if promise is not None and isinstance(promise.on_settled, Watch) else None
+        return None if promise is None else promise.owner
     session = name.partition(":")[0]
     for known in (session, name):
         if known in state.owners:

@@ -369,6 +369,8 @@ async def retrieve_future(op: Operation, state: State, request: Request, call: C
     promise = state.promises.get(wanted.request_id)
     if promise is None and not state.promises.is_gone(wanted.request_id):
         await _take_up(state, wanted.request_id)
+        if not await is_own(state, call.owner, "request_id", wanted.request_id):  # before, it was not known whose it is
+            raise Refusal(404, f"there is no request {wanted.request_id!r}")
         promise = state.promises.get(wanted.request_id)
     if promise is None:
         if state.promises.is_gone(wanted.request_id):

@@ -678,7 +678,7 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
         source = await find_source(state, sampler)
         if state.promises.get(request_id) is None:  # the same request may have come twice while weights were sought
             cancel = functools.partial(state.worker.cancel, request_id)
-            promise = state.promises.add(request_id, call.digest, sampler.session_id, target, cancel)
+            promise = state.promises.add(request_id, call.digest, sampler.session_id, target, cancel, call.owner)
 
             if request.record_stability_info and sampler.session_id not in state.heard:
                 request = request.model_copy(update={"record_stability_info": None})  # nobody could train on it

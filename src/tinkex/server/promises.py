@@ -53,6 +53,8 @@ class Promise:
     session_id: str
     target: Target | None = None
     """Whose log its end is noted in."""
+    owner: str | None = None
+    """The account that asked, where the name does not tell it: of samples without a session."""
     cancel: Callable[[], object] | None = None
     """Gives the work up, where work can be given up."""
     on_settled: Callable[[Promise], object] | None = None
@@ -184,10 +186,11 @@ class Promises:
         session_id: str,
         target: Target | None = None,
         cancel: Callable[[], object] | None = None,
+        owner: str | None = None,
     ) -> Promise:
         """Make a new promise."""
         on_settled = None if target is None else self._note
-        promise = Promise(request_id, digest, session_id, target, cancel, on_settled)
+        promise = Promise(request_id, digest, session_id, target, owner, cancel, on_settled)
         self._promises[request_id] = promise
         return promise
 

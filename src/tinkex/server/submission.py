@@ -543,7 +543,7 @@ def failed_receipt(state: State, request_id: str, session_id: str, call: Call, t
     failed_id = f"{request_id}:{call.digest.hex()[:12]}"
     if state.promises.get(failed_id) is None:
         number = request_id.rpartition(":")[2]
-        promise = state.promises.add(failed_id, call.digest, session_id, target)
+        promise = state.promises.add(failed_id, call.digest, session_id, target, owner=call.owner)
         promise.fail(f"request number {number} was used before, for another request")
     return failed_id
 
