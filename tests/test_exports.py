@@ -12,14 +12,16 @@ import time
 from contextlib import closing
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 
-from support import MODEL, Heard, Wire, assert_peft_agrees, make_data, serving, train
+from support import MODEL, Heard, Keyed, Wire, assert_peft_agrees, make_data, serving, train
 from tinkex import RestClient, protocol, types
 from tinkex.engine.fake import FakeEngine
 from tinkex.futures import start
+from tinkex.server.accounts import create_key, revoke_key
+from tinkex.server.store import DATABASE, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,6 +124,10 @@ def test_no_address_outlives_its_checkpoint(wire: Wire, monkeypatch: pytest.Monk
         (r"signature=\w{4}", "signature=0000"),
         (r"expires=\d+", "expires=99999999999"),
         (r"expires=\d+", "expires=x"),
+        (r"saved=0x1\.\w{2}", "saved=0x1.0"),
+        (r"reader=\w{4}", "reader=0000"),
+        (r"key=\d+", "key=7"),
+        (r"key=\d+", "key="),
         (r"\?.*", ""),
         (r"/fake\.json", "/other.json"),
         (r"/fake\.json", "/archive.tar"),
@@ -141,20 +147,70 @@ def test_an_address_that_was_changed_is_refused(wire: Wire, old: str, new: str) 
 
 def test_a_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
     from tinkex.server.accounts import Accounts
-    from tinkex.server.exports import _signature
-    from tinkex.server.store import DATABASE, Store
+    from tinkex.server.exports import TERMS, _signature
 
     with serving(FakeEngine(), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
         wire = Wire(url)
         path = export(wire)
-        run = path.split("/")[2]
+        run, [known] = path.split("/")[2], urls(wire, path).values()
         for name in ("tinkex.sqlite3", "..", ".", "signing.key", "nothing"):  # even for whoever has the secret
-            parts, expires = [run, "external_weights", "e", name], str(int(time.time()) + 60)
-            signature = _signature(Accounts(store, tmp_path), parts, expires)
-            query = f"expires={expires}&signature={signature}"
+            parts, terms = [run, "external_weights", "e", name], [str(int(time.time()) + 60), *_terms(known)]
+            signature = _signature(Accounts(store, tmp_path), parts, terms)
+            query = urlencode([*zip(TERMS, terms, strict=True), ("signature", signature)])
             heard = wire.send(f"downloads/{'/'.join(parts)}?{query}", method="GET")
             assert heard.status == 404, name
         assert (tmp_path / "signing.key").stat().st_mode & 0o077 == 0
+
+
+def _terms(address: str) -> list[str]:
+    """The checkpoint, the reader and the key that an address was made for."""
+    named = parse_qs(urlsplit(address).query)
+    return [named[term][0] for term in ("saved", "reader", "key")]
+
+
+def test_address_ends_with_the_leave_to_read(tmp_path: Path) -> None:
+    with serving(FakeEngine(), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
+        wire, other = (Keyed(url, create_key(store, name, name)[1]) for name in ("ada", "bob"))
+        path = export(wire)
+        run = path.removeprefix("tinker://").replace("/", "/checkpoints/", 1)
+        wire.send(f"training_runs/{run}/publish")
+        mine, theirs = (fetch_ok(next(iter(urls(each, path).values()))) for each in (wire, other))
+        assert wire.send(f"training_runs/{run}/publish", method="DELETE").status == 200
+        assert fetch(theirs).status == 404
+        fetch_ok(mine)
+        key = store.rows("SELECT id FROM keys WHERE name = 'ada'")[0]["id"]
+        assert revoke_key(store, key)
+        heard = fetch(mine)
+    assert heard.status == 403
+    assert heard.json["detail"] == "the API key that this address was made for has been revoked"
+
+
+def fetch_ok(address: str) -> str:
+    assert fetch(address).status == 200
+    return address
+
+
+def test_address_leads_to_no_other_checkpoint_of_its_name(wire: Wire) -> None:
+    model = wire.model()
+    save = {"model_id": model, "path": "e"}
+    path = wire.run("save_weights_external", {**save, "seq_id": 1})["path"]
+    files = fetch_ok(urls(wire, path)["fake.json"])
+    whole = fetch_ok(archive(wire, path).headers["location"])
+    run = path.removeprefix("tinker://").replace("/", "/checkpoints/", 1)
+    assert wire.send(f"training_runs/{run}", method="DELETE").status == 200
+    assert fetch(files).status == fetch(whole).status == 404
+    assert wire.run("save_weights_external", {**save, "seq_id": 2})["path"] == path
+    for address in (files, whole):
+        heard = fetch(address)
+        assert heard.status == 404
+        assert "has been saved anew since this address was made" in heard.json["detail"]
+    fetch_ok(urls(wire, path)["fake.json"])
+
+
+def test_address_does_not_tell_its_reader(tmp_path: Path) -> None:
+    with serving(FakeEngine(), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
+        wire = Keyed(url, create_key(store, "key", "ada@example.org")[1])
+        assert "ada" not in urls(wire, export(wire))["fake.json"]
 
 
 def test_addresses_stay_good_over_a_restart_and_are_useless_elsewhere(tmp_path: Path) -> None:

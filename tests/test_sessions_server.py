@@ -16,9 +16,10 @@ from urllib.request import urlopen
 import pytest
 
 import tinkex
-from support import Clock, Heard, Wire, pass_json, sample_json, serving, step_json
+from support import Clock, Heard, Keyed, Wire, pass_json, sample_json, serving, step_json
 from tinkex.engine.fake import FakeEngine
 from tinkex.rest import RestClient
+from tinkex.server.accounts import create_key, revoke_key
 from tinkex.server.state import Limits
 from tinkex.server.store import DATABASE, Store
 
@@ -297,6 +298,17 @@ def test_a_link_to_a_trace_cannot_be_made_up_or_used_later(wire: Wire, monkeypat
     late = fetch(wire.get(f"sessions/{one}/trace_export")["url"])
     assert late.status == 403
     assert "expired" in late.json["detail"]
+
+
+def test_link_to_a_trace_ends_with_its_key(tmp_path: Path) -> None:
+    with serving(FakeEngine(), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
+        number, key = create_key(store, "key")
+        wire = Keyed(url, key)
+        link = wire.get(f"sessions/{wire.session()}/trace_export")["url"]
+        assert fetch(link).status == 200
+        assert fetch(link.replace(f"key={number}", "key=0")).status == 403
+        revoke_key(store, number)
+        assert fetch(link).status == 403
 
 
 def test_a_program_with_its_own_backend_gets_the_trace_as_a_file(tmp_path: Path) -> None:

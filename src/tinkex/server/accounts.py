@@ -185,6 +185,12 @@ class Accounts:
         secret = self._secret + (self._given or b"") if key_id == 0 else self._secret
         return hmac.digest(secret, text.encode(), "sha256")
 
+    async def check_key(self, key_id: int) -> None:
+        """Refuse a signed address whose key has been revoked since; 0 is the server's own key, or none."""
+        sql = "SELECT 1 FROM keys WHERE id = ? AND revoked IS NULL"
+        if key_id and not await asyncio.to_thread(self._store.rows, sql, key_id):
+            raise Refusal(403, "the API key that this address was made for has been revoked")
+
     async def _holder(self, token: str) -> Account:
         unknown = _rejected("this token was not given by this server")
         text, _, signature = token.rpartition(".")

@@ -256,7 +256,9 @@ def _trace(state: State) -> Endpoint:
         given = request.query_params
         try:
             body = await signed_trace(
-                state, request.path_params["session_id"], given.get("expires", ""), given.get("signature", "")
+                state,
+                request.path_params["session_id"],
+                *(given.get(name, "") for name in ("expires", "key", "signature")),
             )
         except Refusal as refusal:
             return _refused(refusal)

@@ -1,7 +1,9 @@
 """Weights that leave the server: exported checkpoints, archives, and the signed addresses they are fetched from.
 
-An address carries its own leave: a signature over what it names and until when, made with a secret of the data
-directory. Whoever has it needs no key, so that any program can fetch the files, in pieces if it likes.
+An address is signed with a secret of the data directory and needs no key, so that any program can
+fetch the files, in pieces if it likes. The signature covers the checkpoint and which one of that
+name it is, the reader and the key that asked, and the time of expiry. All of that is checked again
+when the address is used.
 """
 
 from __future__ import annotations
@@ -118,15 +120,16 @@ async def get_external_weights_urls(state: State, call: Call) -> ExternalWeights
         raise Refusal(400, f"{saved.tinker_path} is no export: save_weights_external makes one")
     expires = _expiry(saved)
     names = await asyncio.to_thread(lambda: [file.name for file in contents(saved.directory)])
-    urls = {name: _address(state, call, name, expires) for name in names}
+    urls = {name: _address(state, call, saved, name, expires) for name in names}
     return ExternalWeightsUrlsResponse(urls=urls, expires=dt.datetime.fromtimestamp(expires, dt.UTC))
 
 
 async def get_checkpoint_archive(state: State, call: Call) -> Response:
     """Send on to the signed address of a checkpoint's files as one archive, as older clients ask for it."""
-    expires = _expiry(await _readable(state, call))
+    saved = await _readable(state, call)
+    expires = _expiry(saved)
     until = format_datetime(dt.datetime.fromtimestamp(expires, dt.UTC), usegmt=True)
-    return RedirectResponse(_address(state, call, ARCHIVE, expires), 302, {"Expires": until})
+    return RedirectResponse(_address(state, call, saved, ARCHIVE, expires), 302, {"Expires": until})
 
 
 async def _readable(state: State, call: Call) -> SavedCheckpoint:
@@ -142,15 +145,34 @@ def _expiry(saved: SavedCheckpoint) -> int:
     return int(until if saved.expires is None else min(until, saved.expires))
 
 
-def _address(state: State, call: Call, file: str, expires: int) -> str:
+TERMS = ("expires", "saved", "reader", "key")
+"""What an address says of itself beside the file: until when, and for which checkpoint, reader and key."""
+
+
+def _address(state: State, call: Call, saved: SavedCheckpoint, file: str, expires: int) -> str:
     parts = [call.path[part] for part in ("training_run_id", "kind", "name")] + [file]
-    signature = _signature(state.accounts, parts, str(expires))
+    terms = [str(expires), _identity(saved), _mark(state.accounts, call.owner), str(call.key_id)]
+    signed = [*zip(TERMS, terms, strict=True), ("signature", _signature(state.accounts, parts, terms))]
+    query = "&".join(f"{name}={quote(value, safe='')}" for name, value in signed)
     place = "/".join(quote(part, safe=":") for part in parts)
-    return f"{call.base_url or IN_PROCESS}{PREFIX}/downloads/{place}?expires={expires}&signature={signature}"
+    return f"{call.base_url or IN_PROCESS}{PREFIX}/downloads/{place}?{query}"
 
 
-def _signature(accounts: Accounts, parts: Sequence[str], expires: str) -> str:
-    return accounts.sign("\n".join(["download", *parts, expires])).hex()
+def _signature(accounts: Accounts, parts: Sequence[str], terms: Sequence[str]) -> str:
+    """Return the signature of an address; the server's own key is part of those given to it."""
+    key = terms[TERMS.index("key")]
+    own_key = 0 if key == "0" else 1
+    return accounts.sign("\n".join(["download", *parts, *terms]), own_key).hex()
+
+
+def _identity(saved: SavedCheckpoint) -> str:
+    """Tell a checkpoint from others that had its name before."""
+    return saved.created.hex()
+
+
+def _mark(accounts: Accounts, reader: str) -> str:
+    """Stand for a reader without naming them: addresses are shown to others."""
+    return accounts.sign(f"reader {reader}", 1).hex()[:32]
 
 
 # ── downloading ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,18 +193,25 @@ def download_route(state: State) -> Route:
 
 async def _download(state: State, request: Request) -> Response:
     run, kind, name, file = (str(request.path_params[part]) for part in ("training_run_id", "kind", "name", "file"))
-    expires, given = (request.query_params.get(part, "") for part in ("expires", "signature"))
-    expected = _signature(state.accounts, [run, kind, name, file], expires)
+    terms, given = [request.query_params.get(term, "") for term in TERMS], request.query_params.get("signature", "")
+    expected = _signature(state.accounts, [run, kind, name, file], terms)
     if not hmac.compare_digest(given.encode(), expected.encode()):
         raise Refusal(403, "this address is not signed by this server: ask for a new one, and use it unchanged")
+    expires, identity, reader, key_id = terms
     if int(expires) <= time.time():
         raise Refusal(403, "this address has expired: ask for a new one")
+    await state.accounts.check_key(int(key_id))
     path = f"{SCHEME}{run}/{kind}/{name}"
     saved = await asyncio.to_thread(state.store.checkpoint, path)
-    if saved is None:
+    if saved is None or not (saved.public or _mark(state.accounts, saved.owner) == reader):
         raise nothing_at(path)
+    if _identity(saved) != identity:
+        raise Refusal(404, f"{path} has been saved anew since this address was made: ask for a new one")
     pieces = await asyncio.to_thread(_pieces, saved, file)
-    digest = await asyncio.to_thread(_digest, pieces)
+    try:
+        digest = await asyncio.to_thread(_digest, pieces)
+    except FileNotFoundError:  # deleted meanwhile
+        raise nothing_at(path) from None
     return _respond(request, pieces, digest)
 
 

@@ -216,7 +216,7 @@ async def export_session_trace(state: State, call: Call) -> SessionTraceExportRe
         url = await asyncio.to_thread(_write_trace, state, session)
     else:
         expires = int(time.time()) + LINK_SECONDS
-        signed = f"expires={expires}&signature={_signature(state, session, expires)}"
+        signed = f"expires={expires}&key={call.key_id}&signature={_signature(state, session, expires, call.key_id)}"
         url = f"{call.base_url}{trace_path(quote(session))}?{signed}"
     return SessionTraceExportResponse(status="ready", url=url)
 
@@ -226,8 +226,8 @@ def trace_path(session: str) -> str:
     return f"/traces/{session}.json"
 
 
-def _signature(state: State, session: str, expires: int) -> str:
-    return state.accounts.sign(f"trace {session} {expires}").hex()
+def _signature(state: State, session: str, expires: int, key_id: int) -> str:
+    return state.accounts.sign(f"trace {session} {expires} {key_id}", key_id).hex()
 
 
 def _write_trace(state: State, session: str) -> str:
@@ -238,13 +238,14 @@ def _write_trace(state: State, session: str) -> str:
     return path.as_uri()
 
 
-async def signed_trace(state: State, session: str, expires: str, signature: str) -> bytes:
+async def signed_trace(state: State, session: str, expires: str, key: str, signature: str) -> bytes:
     """The timeline behind a link, if the link is of this server and still good."""
-    moment = int(expires) if is_number(expires) else 0
-    if not hmac.compare_digest(_signature(state, session, moment).encode(), signature.encode()):
+    moment, key_id = (int(text) if is_number(text) else 0 for text in (expires, key))
+    if not hmac.compare_digest(_signature(state, session, moment, key_id).encode(), signature.encode()):
         raise Refusal(403, "this link is not signed by this server")
     if moment < time.time():
         raise Refusal(403, "this link has expired: export the trace again")
+    await state.accounts.check_key(key_id)
     await state.meter.flush()
     return await asyncio.to_thread(trace_of, state, session)
 
