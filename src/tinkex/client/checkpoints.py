@@ -35,7 +35,7 @@ class CheckpointMethods:
             A future of a page of checkpoints.
 
         Example:
-            >>> request = tinkex.types.CheckpointSearchRequest(checkpoint_type="training", limit=1)
+            >>> request = types.CheckpointSearchRequest(checkpoint_type="training", limit=1)
             >>> page = rest.search_checkpoints(request).result()
             >>> [checkpoint.base_model for checkpoint in page.checkpoints]
             ['tinkex/tiny']
