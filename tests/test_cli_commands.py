@@ -646,6 +646,13 @@ def test_models_are_listed_by_a_part_of_their_names(command: Command, here: str)
     }
 
 
+@pytest.mark.covers("U38")
+def test_listing_models_makes_no_session(command: Command, faulty: FaultyServer) -> None:
+    faulty.script("get_server_capabilities", Answer(body={"supported_models": [{"model_name": "m"}]}))
+    assert command("model", "list").out.startswith("Models (1/1)\n")
+    assert [seen.path for seen in faulty.seen] == ["get_server_capabilities"]
+
+
 def test_sessions_are_listed_looked_up_and_finished(command: Command, here: str) -> None:
     session = Wire(here).session()
     assert session in command("session", "list", "--limit", "0", "--json").json["sessions"]
@@ -906,6 +913,26 @@ def test_who_the_key_belongs_to_is_told_where_the_server_tells(command: Command,
     shown = command("auth", "whoami")
     assert shown.code == 1
     assert "whoami needs a token" in shown.err
+
+
+@pytest.mark.covers("U38")
+def test_usage_tells_free_storage_from_paid(command: Command, faulty: FaultyServer) -> None:
+    def event(**info: Any) -> dict[str, Any]:
+        hours = {"bucket_start": "2026-07-13T00:00:00Z", "bucket_end": "2026-07-13T01:00:00Z"}
+        return {**hours, "user_id": "u", "user_name": "ada", "event_info": {"type": "storage", **info}}
+
+    events = [event(gigabyte_hours=1.5), event(gigabyte_hours=10.0, free=True), event(gigabyte_hours=2.5, free=False)]
+    faulty.script("billing/usage/events", Answer(body={"data": events, "sessions": {}}))
+    words = ("billing", "usage", "2026-07-13", "2026-07-14")
+    rows = list(csv.DictReader(io.StringIO(command(*words, "--csv", "-").out)))
+    assert [(row["gigabyte_hours"], row["free"]) for row in rows] == [
+        ("1.5", "False"),
+        ("10.0", "True"),
+        ("2.5", "False"),
+    ]
+    shown = command(*words, "--json").json["data"]
+    assert [item["event_info"]["free"] for item in shown] == [False, True, False]
+    assert "free" in command(*words).out
 
 
 def test_usage_is_shown_flat_and_as_csv(command: Command, here: str, run_id: str, tmp_path: Path) -> None:
