@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_ar
 from tinkex import codec, protocol
 from tinkex.client.checkpoints import CheckpointMethods, warn_experimental
 from tinkex.client.deprecations import deprecated, value_twin
+from tinkex.client.naming import name_requests
 from tinkex.config import Config
 from tinkex.credentials import claims
 from tinkex.dialects import read_receipt
@@ -182,7 +183,6 @@ class _Client:
 
     def _call(
         self,
-        method: str,
         op: Operation,
         request: Any = None,
         *,
@@ -190,12 +190,11 @@ class _Client:
         query: Mapping[str, object] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> APIFuture[Any]:
-        """Call an operation on behalf of a public method."""
-        sent = {**_sdk_headers(method), **(headers or {})}
+        """Call an operation."""
 
         async def work(transport: Transport) -> Any:
             body = None if request is None else codec.encode(request)
-            reply = await transport.request(op, body, path=path, query=query, headers=sent)
+            reply = await transport.request(op, body, path=path, query=query, headers=headers)
             answer = None if op.response is Empty else transport.decode(op, op.response, reply)
             return answer if self._behind is None else wrapped(op, reply, answer)
 
@@ -208,7 +207,7 @@ class _Client:
             raise ValueError(f"day must be a date, got {day!r}")
         date = day.date() if isinstance(day, dt.datetime) else day
         query = {"event_type": event_type, "day": date.isoformat() if date else None}
-        return self._call("get_audit_log", protocol.GET_AUDIT_LOG, query=query)
+        return self._call(protocol.GET_AUDIT_LOG, query=query)
 
     def _billing_usage(
         self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
@@ -216,13 +215,14 @@ class _Client:
         span = GetBillingUsageRequest(
             starting_on=_time("starting_on", starting_on), ending_before=_time("ending_before", ending_before)
         )
-        return self._call("get_billing_usage", protocol.GET_BILLING_USAGE, query=to_builtins(span))
+        return self._call(protocol.GET_BILLING_USAGE, query=to_builtins(span))
 
     def _storage_usage(self, project_id: str | None) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
         op = protocol.GET_CURRENT_CHECKPOINT_STORAGE_USAGE
-        return self._call("get_current_checkpoint_storage_usage", op, query={"project_id": project_id})
+        return self._call(op, query={"project_id": project_id})
 
 
+@name_requests
 class RestClient(_Client, CheckpointMethods):
     """Training runs, checkpoints and sessions: look them up, share them, copy them, let them expire.
 
@@ -259,7 +259,7 @@ class RestClient(_Client, CheckpointMethods):
             >>> rest.get_training_run(client.model_id).result().base_model
             'tinkex/tiny'
         """
-        return self._get_training_run("get_training_run", training_run_id, access_scope)
+        return self._get_training_run(training_run_id, access_scope)
 
     get_training_run_async = value_twin(get_training_run)
 
@@ -283,13 +283,13 @@ class RestClient(_Client, CheckpointMethods):
             4
         """
         run = _checkpoint(tinker_path)["training_run_id"]
-        return self._get_training_run("get_training_run_by_tinker_path", run, access_scope)
+        return self._get_training_run(run, access_scope)
 
     get_training_run_by_tinker_path_async = value_twin(get_training_run_by_tinker_path)
 
-    def _get_training_run(self, method: str, run: str, scope: AccessScope | None) -> APIFuture[TrainingRun]:
+    def _get_training_run(self, run: str, scope: AccessScope | None) -> APIFuture[TrainingRun]:
         path = {"training_run_id": _part("training_run_id", run)}
-        return self._call(method, protocol.GET_TRAINING_RUN, path=path, query=_scope(scope))
+        return self._call(protocol.GET_TRAINING_RUN, path=path, query=_scope(scope))
 
     def list_training_runs(
         self,
@@ -315,7 +315,7 @@ class RestClient(_Client, CheckpointMethods):
             True
         """
         query = {"limit": limit, "offset": offset, **_scope(access_scope), "project_id": project_id}
-        return self._call("list_training_runs", protocol.LIST_TRAINING_RUNS, query=query)
+        return self._call(protocol.LIST_TRAINING_RUNS, query=query)
 
     list_training_runs_async = value_twin(list_training_runs)
 
@@ -339,7 +339,7 @@ class RestClient(_Client, CheckpointMethods):
 
         async def work(transport: Transport) -> UnloadModelResponse:
             started = time.monotonic()
-            reply = await transport.request(op, codec.encode(request), headers=_sdk_headers("unload_model"))
+            reply = await transport.request(op, codec.encode(request))
             receipt = read_receipt(transport, op, reply, started)
             if receipt.request_id is None:
                 unloaded: UnloadModelResponse = receipt.result
@@ -366,7 +366,7 @@ class RestClient(_Client, CheckpointMethods):
             ('tinkex/tiny', 4)
         """
         request = WeightsInfoRequest(tinker_path=tinker_path)
-        return self._call("get_weights_info_by_tinker_path", protocol.WEIGHTS_INFO, request)
+        return self._call(protocol.WEIGHTS_INFO, request)
 
     def list_checkpoints(self, training_run_id: ModelID) -> APIFuture[CheckpointsListResponse]:
         """List the checkpoints of a training run.
@@ -383,7 +383,7 @@ class RestClient(_Client, CheckpointMethods):
             ['weights/step-100']
         """
         path = {"training_run_id": _part("training_run_id", training_run_id)}
-        return self._call("list_checkpoints", protocol.LIST_CHECKPOINTS, path=path)
+        return self._call(protocol.LIST_CHECKPOINTS, path=path)
 
     list_checkpoints_async = value_twin(list_checkpoints)
 
@@ -403,7 +403,7 @@ class RestClient(_Client, CheckpointMethods):
             True
         """
         query = {"limit": limit, "offset": offset}
-        return self._call("list_user_checkpoints", protocol.LIST_USER_CHECKPOINTS, query=query)
+        return self._call(protocol.LIST_USER_CHECKPOINTS, query=query)
 
     list_user_checkpoints_async = value_twin(list_user_checkpoints)
 
@@ -428,7 +428,7 @@ class RestClient(_Client, CheckpointMethods):
         if parsed.checkpoint_type != "external":
             raise ValueError(f"{tinker_path!r} is no export; expected tinker://<run>/external_weights/<name>")
         path = _checkpoint(tinker_path)
-        return self._call("get_external_weights_urls", protocol.GET_EXTERNAL_WEIGHTS_URLS, path=path)
+        return self._call(protocol.GET_EXTERNAL_WEIGHTS_URLS, path=path)
 
     get_external_weights_urls_async = value_twin(get_external_weights_urls)
 
@@ -458,7 +458,7 @@ class RestClient(_Client, CheckpointMethods):
             >>> rest.get_checkpoint_archive_url(path).result().url
             'http.../weights/step-100/archive.tar?...'
         """
-        return self._archive("get_checkpoint_archive_url", training_run_id, checkpoint_id, max_retries, retry_delay)
+        return self._archive(training_run_id, checkpoint_id, max_retries, retry_delay)
 
     get_checkpoint_archive_url_async = value_twin(get_checkpoint_archive_url)
 
@@ -466,14 +466,13 @@ class RestClient(_Client, CheckpointMethods):
         self, tinker_path: str, *, max_retries: int = ARCHIVE_ATTEMPTS, retry_delay: float = ARCHIVE_RETRY_SECONDS
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
         """Like `get_checkpoint_archive_url` with a path."""
-        name = "get_checkpoint_archive_url_from_tinker_path"
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-        return self._archive(name, parsed.training_run_id, parsed.checkpoint_id, max_retries, retry_delay)
+        return self._archive(parsed.training_run_id, parsed.checkpoint_id, max_retries, retry_delay)
 
     get_checkpoint_archive_url_from_tinker_path_async = value_twin(get_checkpoint_archive_url_from_tinker_path)
 
     def _archive(
-        self, method: str, run: str, checkpoint_id: str | None, attempts: int, delay: float
+        self, run: str, checkpoint_id: str | None, attempts: int, delay: float
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
         path = _checkpoint(run, checkpoint_id)
         if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
@@ -484,7 +483,7 @@ class RestClient(_Client, CheckpointMethods):
 
         async def work(transport: Transport) -> CheckpointArchiveUrlResponse:
             for attempt in range(1, attempts + 1):
-                reply = await transport.once(op, path=path, headers=_sdk_headers(method))
+                reply = await transport.once(op, path=path)
                 if reply.status != 503 or attempt == attempts:
                     break
                 await asyncio.sleep(delay)
@@ -517,7 +516,7 @@ class RestClient(_Client, CheckpointMethods):
             >>> rest.delete_checkpoint(client.model_id, "weights/step-100").result()
         """
         path = _checkpoint(training_run_id, checkpoint_id)
-        return self._call("delete_checkpoint", protocol.DELETE_CHECKPOINT, path=path)
+        return self._call(protocol.DELETE_CHECKPOINT, path=path)
 
     delete_checkpoint_async = value_twin(delete_checkpoint)
 
@@ -538,7 +537,7 @@ class RestClient(_Client, CheckpointMethods):
             >>> rest.delete_checkpoint_from_tinker_path(path).result()
         """
         path = _checkpoint(tinker_path)
-        return self._call("delete_checkpoint_from_tinker_path", protocol.DELETE_CHECKPOINT, path=path)
+        return self._call(protocol.DELETE_CHECKPOINT, path=path)
 
     delete_checkpoint_from_tinker_path_async = value_twin(delete_checkpoint_from_tinker_path)
 
@@ -560,7 +559,7 @@ class RestClient(_Client, CheckpointMethods):
             >>> rest.publish_checkpoint(client.model_id, "weights/step-100").result()
         """
         path = _checkpoint(training_run_id, checkpoint_id)
-        return self._call("publish_checkpoint", protocol.PUBLISH_CHECKPOINT, path=path)
+        return self._call(protocol.PUBLISH_CHECKPOINT, path=path)
 
     publish_checkpoint_async = value_twin(publish_checkpoint)
 
@@ -582,7 +581,7 @@ class RestClient(_Client, CheckpointMethods):
             True
         """
         path = _checkpoint(tinker_path)
-        return self._call("publish_checkpoint_from_tinker_path", protocol.PUBLISH_CHECKPOINT, path=path)
+        return self._call(protocol.PUBLISH_CHECKPOINT, path=path)
 
     publish_checkpoint_from_tinker_path_async = value_twin(publish_checkpoint_from_tinker_path)
 
@@ -604,7 +603,7 @@ class RestClient(_Client, CheckpointMethods):
             >>> rest.unpublish_checkpoint(client.model_id, "weights/step-100").result()
         """
         path = _checkpoint(training_run_id, checkpoint_id)
-        return self._call("unpublish_checkpoint", protocol.UNPUBLISH_CHECKPOINT, path=path)
+        return self._call(protocol.UNPUBLISH_CHECKPOINT, path=path)
 
     unpublish_checkpoint_async = value_twin(unpublish_checkpoint)
 
@@ -626,7 +625,7 @@ class RestClient(_Client, CheckpointMethods):
             False
         """
         path = _checkpoint(tinker_path)
-        return self._call("unpublish_checkpoint_from_tinker_path", protocol.UNPUBLISH_CHECKPOINT, path=path)
+        return self._call(protocol.UNPUBLISH_CHECKPOINT, path=path)
 
     unpublish_checkpoint_from_tinker_path_async = value_twin(unpublish_checkpoint_from_tinker_path)
 
@@ -649,7 +648,7 @@ class RestClient(_Client, CheckpointMethods):
             datetime.datetime(...)
         """
         path, request = _checkpoint(tinker_path), SetCheckpointTtlRequest(ttl_seconds=_ttl(ttl_seconds))
-        return self._call("set_checkpoint_ttl_from_tinker_path", protocol.SET_CHECKPOINT_TTL, request, path=path)
+        return self._call(protocol.SET_CHECKPOINT_TTL, request, path=path)
 
     set_checkpoint_ttl_from_tinker_path_async = value_twin(set_checkpoint_ttl_from_tinker_path)
 
@@ -683,7 +682,7 @@ class RestClient(_Client, CheckpointMethods):
         if not project:
             raise ValueError("give destination_project_id, or set TINKER_PROJECT_ID")
         request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=_ttl(ttl_seconds))
-        headers = {**_sdk_headers("copy_weights"), "X-Idempotency-Key": str(uuid.uuid4())}
+        headers = {"X-Idempotency-Key": str(uuid.uuid4())}
         if weights_access_token is not None:
             headers["X-Tinker-Weights-Access-Token"] = weights_access_token
 
@@ -712,7 +711,7 @@ class RestClient(_Client, CheckpointMethods):
             ['...:train:0']
         """
         path = {"session_id": _part("session_id", session_id)}
-        return self._call("get_session", protocol.GET_SESSION, path=path, query=_scope(access_scope))
+        return self._call(protocol.GET_SESSION, path=path, query=_scope(access_scope))
 
     get_session_async = value_twin(get_session)
 
@@ -734,7 +733,7 @@ class RestClient(_Client, CheckpointMethods):
             True
         """
         query = {"limit": limit, "offset": offset, **_scope(access_scope)}
-        return self._call("list_sessions", protocol.LIST_SESSIONS, query=query)
+        return self._call(protocol.LIST_SESSIONS, query=query)
 
     list_sessions_async = value_twin(list_sessions)
 
@@ -762,7 +761,7 @@ class RestClient(_Client, CheckpointMethods):
             raise ValueError(f"reason is {reason!r}; expected one of {allowed}")
         path = {"session_id": _part("session_id", session_id)}
         request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)
-        return self._call("finish_session", protocol.FINISH_SESSION, request, path=path)
+        return self._call(protocol.FINISH_SESSION, request, path=path)
 
     finish_session_async = value_twin(finish_session)
 
@@ -781,7 +780,7 @@ class RestClient(_Client, CheckpointMethods):
         """
         path = {"session_id": _part("session_id", session_id)}
         request = AssignSessionProjectRequest(project_id=project_id)
-        return self._call("assign_session_project", protocol.ASSIGN_SESSION_PROJECT, request, path=path)
+        return self._call(protocol.ASSIGN_SESSION_PROJECT, request, path=path)
 
     assign_session_project_async = value_twin(assign_session_project)
 
@@ -803,12 +802,12 @@ class RestClient(_Client, CheckpointMethods):
             'file:///.../traces/....json'
         """
         path = {"session_id": _part("session_id", session_id)}
-        op, headers = protocol.EXPORT_SESSION_TRACE, _sdk_headers("export_session_trace")
+        op = protocol.EXPORT_SESSION_TRACE
 
         async def work(transport: Transport) -> str:
             told = False
             while True:
-                answer: SessionTraceExportResponse = await transport.call(op, path=path, headers=headers)
+                answer: SessionTraceExportResponse = await transport.call(op, path=path)
                 if answer.status == "failed":
                     raise RuntimeError(f"the trace of session {session_id} could not be made: {answer.error}")
                 if answer.status == "ready":
@@ -841,7 +840,7 @@ class RestClient(_Client, CheckpointMethods):
             True
         """
         warn_experimental("search_sessions")
-        return self._call("search_sessions", protocol.SEARCH_SESSIONS, request)
+        return self._call(protocol.SEARCH_SESSIONS, request)
 
     def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
         """What a sampler samples from.
@@ -856,7 +855,7 @@ class RestClient(_Client, CheckpointMethods):
             >>> rest.get_sampler(sampler.sampling_session_id).result().base_model
             'tinkex/tiny'
         """
-        return self._call("get_sampler", protocol.GET_SAMPLER, path={"sampler_id": _part("sampler_id", sampler_id)})
+        return self._call(protocol.GET_SAMPLER, path={"sampler_id": _part("sampler_id", sampler_id)})
 
     get_sampler_async = value_twin(get_sampler)
 
@@ -872,7 +871,7 @@ class RestClient(_Client, CheckpointMethods):
             >>> [model.model_name for model in rest.get_server_capabilities().result().supported_models]
             ['tinkex/tiny']
         """
-        return self._call("get_server_capabilities", protocol.GET_SERVER_CAPABILITIES)
+        return self._call(protocol.GET_SERVER_CAPABILITIES)
 
     # ── the account ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -933,6 +932,7 @@ class RestClient(_Client, CheckpointMethods):
     )
 
 
+@name_requests
 class AdminClient(_Client):
     """What an organization's administrators may see: what was done, and what was used.
 
@@ -1062,11 +1062,6 @@ def _time(name: str, value: dt.datetime | str) -> dt.datetime:
 # ── odds and ends of the answers ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _sdk_headers(method: str) -> dict[str, str]:
-    """Which method of which SDK asks; servers look at it before they retire an endpoint."""
-    return {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": method}
-
-
 def _expiry(reply: Reply) -> dt.datetime:
     """When a redirect's address expires: its Expires header, or a quarter of an hour from now."""
     from email.utils import parsedate_to_datetime  # used by this old endpoint alone, and not free to import
@@ -1087,11 +1082,11 @@ def _claims(token: str) -> dict[str, Any]:
 
 async def _exchange_key(transport: Transport) -> dict[str, Any]:
     """What the token says that the server gives in exchange for the key."""
-    hello, headers = ClientConfigRequest(sdk_version=PROTOCOL_VERSION), _sdk_headers("whoami")
-    config: ClientConfigResponse = await transport.call(protocol.CLIENT_CONFIG, hello, headers=headers)
+    hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
+    config: ClientConfigResponse = await transport.call(protocol.CLIENT_CONFIG, hello)
     if not config.pjwt_auth_enabled:
         raise RuntimeError("whoami needs a token: there is none, and this server gives none in exchange for keys")
-    token: AuthTokenResponse = await transport.call(protocol.AUTH_TOKEN, Empty(), headers=headers)
+    token: AuthTokenResponse = await transport.call(protocol.AUTH_TOKEN, Empty())
     return _claims(token.jwt)
 
 

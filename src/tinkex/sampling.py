@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from tinkex import protocol, sse
 from tinkex.client.deprecations import deprecated, value_twin
+from tinkex.client.naming import name_requests
 from tinkex.config import Config
 from tinkex.dialects import Receipt, sequence_ids
 from tinkex.errors import (
@@ -73,6 +74,7 @@ NO_STREAMS = frozenset({404, 405, 501})
 """How a server answers that knows no streams."""
 
 
+@name_requests
 class SamplingClient:
     """Samples from fixed weights: training that goes on elsewhere does not change what it gives.
 

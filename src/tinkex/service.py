@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from tinkex import loss_graphs, protocol
 from tinkex.client.deprecations import deprecated, value_twin
+from tinkex.client.naming import name_requests
 from tinkex.client.sampling_future import BackcompatSamplingClientFuture, open_later
 from tinkex.client.training_future import BackcompatTrainingClientFuture
 from tinkex.config import Config
@@ -50,6 +51,7 @@ Rank: TypeAlias = Literal[0, 1, 2]
 logger = logging.getLogger("tinkex")
 
 
+@name_requests
 class ServiceClient:
     """The way in: makes training and sampling clients. Making one costs nothing; its first call opens a session.
 
@@ -544,7 +546,7 @@ class ServiceClient:
         if kind is not None:
             status = "errored" if issubclass(kind, Exception) else "interrupted"
         # A `with` block inside an event loop blocks that loop here, which whoever wrote it knows.
-        closing = start(self._session.finish(status, repr(error) if error is not None else None))
+        closing = self.close(status, repr(error) if error is not None else None)._own
         if status == "success":
             closing._outcome()
             return

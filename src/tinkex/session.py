@@ -18,6 +18,7 @@ from collections.abc import Callable, Container, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from tinkex import codec, dialects, protocol, telemetry
+from tinkex.client.naming import forget_caller
 from tinkex.config import Config
 from tinkex.dialects import Receipt
 from tinkex.errors import APIStatusError, GoneError, NotFoundError, TinkerError
@@ -159,6 +160,7 @@ class Session:
         await self._opening
 
     async def _open(self) -> None:
+        forget_caller()  # the session is for all calls, and so is what runs in the background from here on
         runtime().at_stop(weakref.WeakMethod(self._abandon))
         await self._configure()
         if not self.is_shadow:

@@ -16,6 +16,7 @@ import numpy as np
 from tinkex import loss_graphs, losses, protocol
 from tinkex.client.custom_losses import CustomPass, Poison, check_torch
 from tinkex.client.deprecations import deprecated, twin, value_twin
+from tinkex.client.naming import name_requests
 from tinkex.client.receipts import Receipts, public
 from tinkex.client.sampling_future import BackcompatSamplingClientFuture, open_later
 from tinkex.dialects import Receipt
@@ -228,6 +229,7 @@ async def _in_order(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@name_requests
 class TrainingClient:
     """One training run. Calls return at once; the server executes them in the order they were made.
 
@@ -829,7 +831,7 @@ class TrainingClient:
                 "save_weights_and_get_sampling_client makes a nameless sampler, name has no effect: "
                 "save_weights_for_sampler(name) saves under a name",
                 DeprecationWarning,
-                stacklevel=2,
+                stacklevel=users_level(),
             )
         return BackcompatSamplingClientFuture(self._sampler_of_now(retry_config, record_stability_info, kind))
 

@@ -27,6 +27,7 @@ import msgspec
 
 from tinkex import codec, events
 from tinkex._version import __version__
+from tinkex.client.naming import headers_of
 from tinkex.config import POOL_SIZES, Config, is_address, is_embedded
 from tinkex.credentials import Token, check_token, is_token, rejects_token, run_command
 from tinkex.errors import (
@@ -478,7 +479,12 @@ class Transport:
 
     async def _all_headers(self, op: Operation, timeout: float, *more: Mapping[str, str]) -> dict[str, str]:
         """Headers of a request, the later the stronger: ours, the configured ones, those of the request."""
-        own = {**self._headers, **await self._key_headers(op), "X-Stainless-Read-Timeout": f"{timeout:g}"}
+        own = {
+            **self._headers,
+            **await self._key_headers(op),
+            "X-Stainless-Read-Timeout": f"{timeout:g}",
+            **headers_of(op.name),
+        }
         if self.config.default_headers or not all(OUR_NAMES.issuperset(headers) for headers in more):
             return _merged(own, self.config.default_headers, *more)
         for headers in more:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tinkex.futures import APIFuture, Future, in_users_loop
+from tinkex.futures import APIFuture, Future, in_users_loop, users_level
 from tinkex.runtime import give_up
 
 C = TypeVar("C")
@@ -166,11 +166,11 @@ def _forwarder(owner: str, name: str, method: Callable[..., Any]) -> Callable[..
     message = f"DEPRECATED: {owner}.{name}() will be removed: {ADVICE}"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        warnings.warn(message, FutureWarning, stacklevel=2)
+        warnings.warn(message, FutureWarning, stacklevel=users_level())
         return getattr(self.result(), name)(*args, **kwargs)
 
     def forward_async(self: Any, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        warnings.warn(message, FutureWarning, stacklevel=2)
+        warnings.warn(message, FutureWarning, stacklevel=users_level())
 
         async def forwarding() -> Any:
             return await getattr(await self.result_async(), name)(*args, **kwargs)

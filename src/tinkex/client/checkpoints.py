@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinkex import protocol
+from tinkex.client.naming import name_requests
 from tinkex.errors import ExperimentalWarning
+from tinkex.futures import users_level
 
 if TYPE_CHECKING:
     from tinkex.futures import APIFuture
@@ -15,11 +18,12 @@ if TYPE_CHECKING:
 
 
 class Caller(Protocol):
-    """A client that calls operations on behalf of its public methods."""
+    """A client that calls operations."""
 
-    def _call(self, method: str, op: Operation, request: Any = None) -> APIFuture[Any]: ...
+    def _call(self, op: Operation, request: Any = None) -> APIFuture[Any]: ...
 
 
+@functools.partial(name_requests, owner="RestClient")
 class CheckpointMethods:
     """Methods of RestClient that are about many checkpoints."""
 
@@ -41,7 +45,7 @@ class CheckpointMethods:
             ['tinkex/tiny']
         """
         warn_experimental("search_checkpoints")
-        return self._call("search_checkpoints", protocol.SEARCH_CHECKPOINTS, request)
+        return self._call(protocol.SEARCH_CHECKPOINTS, request)
 
 
 def warn_experimental(method: str) -> None:
@@ -49,5 +53,5 @@ def warn_experimental(method: str) -> None:
     warnings.warn(
         f"RestClient.{method} is experimental: it may change or go in any release without notice",
         ExperimentalWarning,
-        stacklevel=3,
+        stacklevel=users_level(),
     )

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
-from tinkex.futures import APIFuture
+from tinkex.futures import APIFuture, users_level
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def deprecated(advice: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> T:
-            warnings.warn(message, FutureWarning, stacklevel=2)
+            warnings.warn(message, FutureWarning, stacklevel=users_level())
             return function(*args, **kwargs)
 
         called.__deprecated__ = message  # type: ignore[attr-defined]

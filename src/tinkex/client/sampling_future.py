@@ -7,10 +7,12 @@ import warnings
 from typing import Any
 
 from tinkex.client.backcompat import ADVICE, BackcompatClientFuture, forwarding
+from tinkex.client.naming import name_requests
 from tinkex.sampling import SamplingClient, open_sampling_client
 from tinkex.session import Session
 
 
+@name_requests
 @forwarding(SamplingClient)
 class BackcompatSamplingClientFuture(BackcompatClientFuture[SamplingClient], SamplingClient):
     """The future of a SamplingClient: `await` it, or call `.result()`.

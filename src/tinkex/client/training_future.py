@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from tinkex.client.backcompat import BackcompatClientFuture, forwarding
+from tinkex.client.naming import name_requests
 from tinkex.training import TrainingClient
 
 
+@name_requests
 @forwarding(TrainingClient)
 class BackcompatTrainingClientFuture(BackcompatClientFuture[TrainingClient], TrainingClient):
     """The future of a TrainingClient: `await` it, or call `.result()`.
