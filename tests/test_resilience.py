@@ -20,7 +20,7 @@ from support import MODEL, Wire, serving
 from tinkex import Future, RecoveryError, RecoveryPolicy, ServiceClient, events, types
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.resilience import ResilientTrainingClient, _Entry
+from tinkex.resilience import ResilientSamplingClient, ResilientTrainingClient, _Entry
 from tinkex.server.journal import Committer, Segment
 from tinkex.server.promises import Promises
 from tinkex.server.store import DATABASE, Store
@@ -218,6 +218,31 @@ def test_samplers_stay_usable_and_give_what_they_gave(world: World, how: str) ->
     ]
     assert len(streamed) == 6
     assert len(scores) == 2
+
+
+@pytest.mark.covers("U2", "U36")
+def test_resilient_client_is_made_of_a_future_and_gives_futures(world: World) -> None:
+    with (
+        service_of(world) as service,
+        tinkex.resilient(service.create_lora_training_client("fake", rank=4)) as trainer,
+    ):
+        named = trainer.save_weights_for_sampler("named").result(20).path
+        futures = [trainer.save_weights_and_get_sampling_client(), trainer.create_sampling_client(named)]
+        for future in futures:
+            assert isinstance(future, tinkex.BackcompatSamplingClientFuture)
+            sampler = future.result(20)
+            assert type(sampler) is ResilientSamplingClient
+            assert sampler.get_base_model() == trainer.get_info().model_data.model_name == "fake"
+        with pytest.raises(ValueError, match="'snapshot' only"):
+            trainer.save_weights_and_get_sampling_client(kind="inflight")
+        [receipt] = trainer.receipts.forward_backward([datum(1, 2)], "cross_entropy").result(20)
+        assert trainer.receipts.retrieve(receipt).result(20).metrics
+        first = trainer.get_info()
+        world.unload(trainer)
+        stepped = trainer.optim_step(types.AdamParams(learning_rate=0.1))
+        stepped.result(20)
+        assert trainer.recoveries == 1
+        assert trainer.get_info().model_id == trainer.model_id != first.model_id
 
 
 def test_the_users_own_service_goes_on_after_its_session_was_lost(world: World) -> None:

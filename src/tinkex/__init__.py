@@ -127,6 +127,9 @@ if TYPE_CHECKING:
         APIFuture as APIFuture,
     )
     from tinkex.futures import (
+        AwaitableConcurrentFuture as AwaitableConcurrentFuture,
+    )
+    from tinkex.futures import (
         Future as Future,
     )
     from tinkex.futures import (
@@ -328,7 +331,7 @@ _HOMES = {
         "TinkerError",
         "UnprocessableEntityError",
     ],
-    "tinkex.futures": ["APIFuture", "Future", "await_many", "await_many_async"],
+    "tinkex.futures": ["APIFuture", "AwaitableConcurrentFuture", "Future", "await_many", "await_many_async"],
     "tinkex.http": ["HttpClient", "RequestOptions", "Timeout"],
     "tinkex.huggingface": ["push_checkpoint_adapter", "push_checkpoint_adapter_async"],
     "tinkex.local": ["LocalBackend"],
@@ -394,6 +397,7 @@ __all__ = [
     "AdamParams",
     "AdminClient",
     "AuthenticationError",
+    "AwaitableConcurrentFuture",
     "BackcompatSamplingClientFuture",
     "BackcompatTrainingClientFuture",
     "BadRequestError",

@@ -405,6 +405,16 @@ class AwaitableConcurrentFuture(APIFuture[T]):
 
         Returns:
             What the call gives.
+
+        Raises:
+            TimeoutError: There is no outcome yet; the work goes on.
+
+        Example:
+            >>> import asyncio
+            >>> async def main() -> str:
+            ...     return (await rest.get_training_run(client.model_id).result_async(timeout=60)).base_model
+            >>> asyncio.run(main())
+            'tinkex/tiny'
         """
         return await self._own.result_async(timeout)
 

@@ -240,7 +240,7 @@ class HttpClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close().result(timeout=30)
+        self.close()._outcome(timeout=30)
 
     async def __aenter__(self) -> Self:
         return self

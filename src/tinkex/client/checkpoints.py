@@ -39,6 +39,7 @@ class CheckpointMethods:
             A future of a page of checkpoints.
 
         Example:
+            >>> saved = client.save_state("step-100").result()
             >>> request = types.CheckpointSearchRequest(checkpoint_type="training", limit=1)
             >>> page = rest.search_checkpoints(request).result()
             >>> [checkpoint.base_model for checkpoint in page.checkpoints]
