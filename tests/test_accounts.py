@@ -48,7 +48,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 def ask(url: str, key: str | None) -> Heard:
-    return Wire(url).send("healthz", method="GET", headers={} if key is None else {"X-API-Key": key})
+    return Wire(url).send("get_server_capabilities", method="GET", headers={} if key is None else {"X-API-Key": key})
 
 
 # ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────

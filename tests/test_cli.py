@@ -332,8 +332,9 @@ def test_a_key_closes_the_server_and_a_signal_ends_it(serve: Serve) -> None:
     line, url = ready(process)
     assert "secret" not in line
     wire = Wire(url.replace("0.0.0.0", "127.0.0.1"))
-    assert wire.send("healthz", method="GET").status == 401
-    assert wire.send("healthz", method="GET", headers={"X-API-Key": "tml-secret"}).status == 200
+    assert wire.send("get_server_capabilities", method="GET").status == 401
+    assert wire.send("get_server_capabilities", method="GET", headers={"X-API-Key": "tml-secret"}).status == 200
+    assert wire.get("healthz") == {"status": "ok"}
     stopped(process, signal.SIGTERM)
 
 
@@ -409,8 +410,8 @@ def test_a_key_on_record_closes_the_server_and_lets_it_listen_anywhere(serve: Se
     line, url = ready(process)
     assert "key required" in line
     wire = Keyed(url.replace("0.0.0.0", "127.0.0.1"), key)
-    assert Wire(wire.url).send("healthz", method="GET").status == 401
-    assert wire.get("healthz") == {"status": "ok"}
+    assert Wire(wire.url).send("get_server_capabilities", method="GET").status == 401
+    assert Wire(wire.url).get("healthz") == {"status": "ok"}
     many = wire.send("asample", {"num_samples": 4, "prompt": {"chunks": []}, "sampling_params": {}})
     assert "3" in many.json["detail"]
     process.send_signal(signal.SIGTERM)

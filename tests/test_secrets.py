@@ -623,7 +623,7 @@ def test_a_server_keeps_and_tells_no_key(everything: Everything, tmp_path: Path,
             everything.note("an answer", wire.send("forward_backward", body).body.decode("latin-1"))
         for key in (OTHER_KEY, f"Bearer {KEY}", KEY[:-1]):
             answer = Wire(url).send(
-                "healthz", method="GET", headers={"X-API-Key": key, "Authorization": f"Bearer {KEY}"}
+                "get_server_capabilities", method="GET", headers={"X-API-Key": key, "Authorization": f"Bearer {KEY}"}
             )
             everything.note("a refusal", answer.body.decode(), repr(answer.headers))
         for place in ("/metrics", "/openapi.json", "/api/v1/nothing"):

@@ -269,6 +269,7 @@ async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], obje
     """
     import uvicorn
 
+    from tinkex.server.connections import protocol_of
     from tinkex.server.submission import leave
 
     collecting: asyncio.Task[None]
@@ -293,7 +294,13 @@ async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], obje
             await super().shutdown(sockets)
 
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="on", timeout_graceful_shutdown=2
+        app,
+        http=protocol_of(app.state.server.limits),
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=75,
+        lifespan="on",
+        timeout_graceful_shutdown=2,
     )
     await Server(config).serve(sockets=[listener])
 

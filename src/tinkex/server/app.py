@@ -23,7 +23,7 @@ from tinkex._version import __version__
 from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.prometheus import CONTENT_TYPE
-from tinkex.protocol import OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
+from tinkex.protocol import HEALTHZ, OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
 from tinkex.server import bodies, description, openai, revival
 from tinkex.server.accounts import Account
 from tinkex.server.admission import check_ownership, check_room, fail_in_band, is_own
@@ -43,6 +43,8 @@ from tinkex.types.training import UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
 
+LEAST_RATE = 10_000
+"""Bytes a second that a body must have on average, beyond its first pause."""
 DETAIL_CHARACTERS = 4_000
 
 
@@ -155,7 +157,7 @@ def _endpoint(op: Operation, state: State) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         began, account = time.perf_counter(), None
         try:
-            account = await _authorize(request, state)
+            account = await _authorize(request, state, needs_key=op is not HEALTHZ)
             call = await _read(op, request, state, account)
             response = await _dispatch(op, state, request, call)
         except Refusal as refusal:
@@ -270,8 +272,10 @@ def _trace(state: State) -> Endpoint:
 # ── who asks, and what ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _authorize(request: Request, state: State) -> Account:
+async def _authorize(request: Request, state: State, *, needs_key: bool = True) -> Account:
     if await state.accounts.needs_key():
+        if not needs_key:
+            return Account()
         return await state.accounts.account(request.headers.get("x-api-key") or _bearer(request))
     # An open server is for programs of this machine: a web page that found it must not drive it.
     for name in ("host", "origin"):
@@ -315,7 +319,7 @@ async def _read(op: Operation, request: Request, state: State, account: Account)
     call.content_type = request.headers.get("content-type", codec.JSON)
     call.encoding = request.headers.get("content-encoding")
     limit, name = bodies.limit_of(op, call.content_type, state.limits.body_bytes)
-    call.body = await _body(request, limit, name)
+    call.body = await _body(request, limit, name, state.limits.body_seconds)
     try:
         await bodies.decode(state.expanding, op, call, limit)
     except bodies.Unreadable as error:
@@ -330,17 +334,27 @@ async def _read(op: Operation, request: Request, state: State, account: Account)
     return call
 
 
-async def _body(request: Request, limit: int, name: str) -> bytes:
+async def _body(request: Request, limit: int, name: str, seconds: float) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and (len(announced) > 18 or int(announced) > limit):
         raise Refusal(413, f"the body has {announced} bytes; the limit is {limit} ({name})")
-    chunks, size = [], 0
-    async for chunk in request.stream():
+    chunks: list[bytes] = []
+    size, stream = 0, aiter(request.stream())
+    loop = asyncio.get_running_loop()
+    latest = loop.time() + seconds
+    while True:
+        try:
+            async with asyncio.timeout_at(min(latest + size / LEAST_RATE, loop.time() + seconds)):
+                chunk = await anext(stream, None)
+        except TimeoutError:
+            why = f"the body did not arrive in time: {size} bytes have come (the limit body_seconds is {seconds:g})"
+            raise Refusal(408, why, headers={"Connection": "close"}) from None
+        if chunk is None:
+            return b"".join(chunks)
         size += len(chunk)
         if size > limit:
             raise Refusal(413, f"the body has more than {limit} bytes, the limit {name}")
         chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _answer(result: Any) -> Response:

@@ -67,6 +67,10 @@ class Limits:
     quiet_seconds: float = _limit(10.0, "How long a stream says nothing before it says that it waits.")
     gap_seconds: float = _limit(3600.0, "How long a missing request holds up those after it.")
     gap_bytes: int = _limit(256 << 20, "Most bytes of a run's requests that wait for a missing one.")
+    connections: int = _limit(4096, "Most connections at a time, as far as the system allows as many open files.")
+    connections_per_address: int = _limit(2048, "Most connections from one address; a proxy is one.")
+    header_seconds: float = _limit(20.0, "How long a connection may take to send the header of a request.")
+    body_seconds: float = _limit(30.0, "How long the body of a request may pause, or fall behind 10 kB/s in all.")
     session_seconds: float = _limit(1800.0, "How long nothing may be heard of a session before it is ended.")
     drain_seconds: float = _limit(30.0, "How long a server that is told to stop waits for what is under way.")
 
