@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import os
 import re
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -199,6 +202,48 @@ def test_a_client_goes_on_when_its_key_is_rotated(
         revoke_key(store, number + 1)
         with pytest.raises(tinkex.AuthenticationError, match="not known here"):
             service.get_server_capabilities()
+
+
+OFFICIAL = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import tinker
+rest = tinker.ServiceClient(base_url=sys.argv[1]).create_rest_client()
+for _ in range(2):
+    print(len(rest.list_sessions().result(30).sessions), flush=True)
+    sys.stdin.readline()
+try:
+    rest.list_sessions().result(30)
+except tinker.AuthenticationError as error:
+    print("refused", flush=True)
+os._exit(0)  # its threads sometimes bring an orderly end down
+"""
+
+
+@pytest.mark.covers("U25", "U45")
+def test_the_official_client_goes_on_when_its_key_is_rotated(
+    tmp_path: Path, serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
+    number, key = create_key(store, "old", "ada")
+    kept = tmp_path / "key"
+    kept.write_text(key)
+    command = [sys.executable, "-c", OFFICIAL, serve(tokens=True)]
+    variables = {**os.environ, "TINKER_CREDENTIAL_CMD": f"cat {kept}"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
+    ) as client:
+        assert client.stdin is not None
+        assert client.stdout is not None
+        assert client.stdout.readline() == "0\n", client.communicate(timeout=60)
+        kept.write_text(create_key(store, "new", "ada")[1])
+        revoke_key(store, number)
+        client.stdin.write("\n")
+        client.stdin.flush()
+        assert client.stdout.readline() == "0\n"
+        kept.write_text("tml-wrong")
+        revoke_key(store, number + 1)
+        assert client.communicate("\n", timeout=60)[0] == "refused\n"
 
 
 def test_the_secret_is_the_owners_alone_and_stays(tmp_path: Path, store: Store) -> None:

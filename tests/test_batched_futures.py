@@ -823,6 +823,7 @@ print("done with", tinker.__version__)
 
 
 @pytest.mark.slow  # it does so only when a server asks it to, and ours does not
+@pytest.mark.covers("U44")
 def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
     serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -833,9 +834,16 @@ def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
     clones, cancelled = set[int](), list[str]()
     real_poll, real_cancel = completions.poll, handlers.cancel_future
 
+    freed, unheld = set[str](), list[float]()
+
     async def poll(state: Any, request: Any) -> Any:
         clones.add(request.target.cloned_sampler_id)
-        return await real_poll(state, request)
+        began = time.monotonic()
+        answer = await real_poll(state, request)
+        if request.timeout == 0:
+            unheld.append(time.monotonic() - began)
+        freed.update(name for name in request.retrieved_request_ids if state.promises.get(name) is None)
+        return answer
 
     async def cancel_future(state: Any, call: Any) -> Any:
         cancelled.append(call.request.request_id)
@@ -853,3 +861,6 @@ def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
     assert "done with" in run.stdout
     assert clones == {0, 1}, "the copy joined and polls for itself"
     assert len(cancelled) == 1
+    assert len(freed) >= 44  # all that it fetched
+    assert unheld
+    assert min(unheld) < 0.5

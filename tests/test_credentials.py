@@ -493,16 +493,16 @@ def test_marks_of_rejected_tokens_are_read(header: str, is_one: bool) -> None:
 def test_tokens_are_renewed_without_any_request(gate: Gate) -> None:
     def short(seen: Seen) -> Answer:
         now = time.time()
-        return Answer(body={"jwt": token(now + 1.0, iat=now)})
+        return Answer(body={"jwt": token(now + 3.0, iat=now)})
 
     gate.server.script("auth/token", short)
     with ServiceClient(base_url=gate.server.base_url, api_key="tml-raw") as service:
         service.get_server_capabilities()
         wait_until(lambda: len(gate.server.requests("auth/token")) >= 3)
     times = [seen.when for seen in gate.server.requests("auth/token")]
-    assert all(0.44 < later - earlier < 0.95 for earlier, later in itertools.pairwise(times))
+    assert all(1.3 < later - earlier < 2.9 for earlier, later in itertools.pairwise(times))
     count = len(times)
-    time.sleep(0.8)
+    time.sleep(1.8)
     assert len(gate.server.requests("auth/token")) == count  # not after close
 
 
