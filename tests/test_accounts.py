@@ -340,6 +340,7 @@ def foreign(name: str, own: dict[str, str], its: dict[str, str]) -> list[Any]:
         "forward_backward": [passed],
         "forward": [old],
         "optim_step": [step_json(model, 9)],
+        "drop_gradients": [{"model_id": model, "seq_id": 9}],
         "save_weights": [{"model_id": model, "path": "z", "seq_id": 9}],
         "save_weights_for_sampler": [{"model_id": model, "path": "z", "seq_id": 9}],
         "save_weights_external": [{"model_id": model, "path": "z", "seq_id": 9}],

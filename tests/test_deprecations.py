@@ -18,7 +18,7 @@ DATA = [types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = types.SamplingParams(max_tokens=2)
 STEP = types.AdamParams(learning_rate=0.1)
-OURS = {"get_tokenizer_async", "sample_stream_async", "unload_model_async"}
+OURS = {"drop_gradients_async", "get_tokenizer_async", "sample_stream_async", "unload_model_async"}
 """Methods that the official clients do not have."""
 
 

@@ -343,6 +343,7 @@ GOOD: dict[str, Json] = {
     "get_info": {"model_id": "@model"},
     "forward_backward": {**PASS, "forward_only": False},
     "forward": {"model_id": "@model", "seq_id": None, "forward_input": PASS["forward_backward_input"]},
+    "drop_gradients": {"model_id": "@model", "seq_id": None},
     "optim_step": {"model_id": "@model", "seq_id": None, "adam_params": {"learning_rate": 0.1, "beta1": 0.9}},
     "save_weights": {
         "model_id": "@model",

@@ -120,6 +120,7 @@ MINIMAL_ANSWERS: dict[str, str] = {
 MINIMAL_RESULTS: dict[str, str] = {
     "create_model": '{"model_id":"sess-1:train:0"}',
     "unload_model": '{"model_id":"sess-1:train:0"}',
+    "drop_gradients": '{"model_id":"sess-1:train:0"}',
     "create_custom_loss": '{"loss_id":"loss-abc"}',
     "optim_step": "{}",
     "save_weights": '{"path":"tinker://sess-1:train:0/weights/s1"}',
@@ -212,6 +213,7 @@ def requests(wire: Wire) -> dict[str, Any]:
         "get_billing_usage": None,
         "get_current_checkpoint_storage_usage": None,
         "get_audit_log": None,
+        "drop_gradients": {"model_id": model, "seq_id": None},
         "unload_model": {"model_id": model},
         "finish_session": {"reason": {"type": "success"}, "detail": None},
     }

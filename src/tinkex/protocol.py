@@ -72,6 +72,8 @@ from tinkex.types.sessions import (
 from tinkex.types.training import (
     CreateModelRequest,
     CreateModelResponse,
+    DropGradientsRequest,
+    DropGradientsResponse,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     ForwardRequest,
@@ -144,6 +146,8 @@ SESSION_HEARTBEAT = _post("session_heartbeat", SessionHeartbeatRequest, SessionH
 FINISH_SESSION = _post("finish_session", FinishSessionRequest, Empty, "session", "sessions/{session_id}/finish")
 CREATE_MODEL = _future("create_model", CreateModelRequest, CreateModelResponse, "CreateModel")
 UNLOAD_MODEL = _future("unload_model", UnloadModelRequest, UnloadModelResponse, "UnloadModel")
+DROP_GRADIENTS = _future("drop_gradients", DropGradientsRequest, DropGradientsResponse, "DropGradients")
+"""Ours alone: the hosted service has no such operation."""
 CREATE_CUSTOM_LOSS = _future(
     "create_custom_loss", CreateCustomLossRequest, CreateCustomLossResponse, "CreateCustomLoss"
 )
@@ -225,6 +229,7 @@ OPERATIONS: tuple[Operation, ...] = (
     FINISH_SESSION,
     CREATE_MODEL,
     UNLOAD_MODEL,
+    DROP_GRADIENTS,
     CREATE_CUSTOM_LOSS,
     GET_INFO,
     FORWARD_BACKWARD,

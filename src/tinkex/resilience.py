@@ -52,6 +52,7 @@ from tinkex.types.inputs import Datum
 from tinkex.types.sampling import SampleRequest, SampleResponse
 from tinkex.types.training import (
     AdamParams,
+    DropGradientsResponse,
     ForwardBackwardInput,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
@@ -602,6 +603,9 @@ class ResilientTrainingClient(TrainingClient):
             return client._put(protocol.LOAD_WEIGHTS, request, options)
 
         return self._put_down("load_state", call, changes=True)
+
+    def _dropping(self) -> Future[DropGradientsResponse]:
+        return self._put_down("drop_gradients", lambda client: client._dropping(), changes=True)
 
     def unload_model(self) -> UnloadModelResponse:
         """Let the server forget this run; that is the end of this client."""

@@ -48,6 +48,8 @@ from tinkex.types.inputs import Datum
 from tinkex.types.training import (
     AdamParams,
     DimuonParams,
+    DropGradientsRequest,
+    DropGradientsResponse,
     ForwardBackwardInput,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
@@ -926,6 +928,26 @@ class TrainingClient:
     def _load(self, path: str, optimizer: bool, token: str | None, options: CallOptions) -> Future[LoadWeightsResponse]:
         request = LoadWeightsRequest(model_id=self.model_id, path=path, optimizer=optimizer, weights_access_token=token)
         return self._put(protocol.LOAD_WEIGHTS, request, options)
+
+    def drop_gradients(self) -> DropGradientsResponse:
+        """Drop the gradient gathered since the last step, on servers that offer it; a run that cannot step goes on.
+
+        Example:
+            >>> passed = client.forward_backward(data, "cross_entropy")
+            >>> client.drop_gradients()
+            DropGradientsResponse(model_id='...:train:0', ...)
+            >>> client.optim_step(AdamParams(learning_rate=1e-3)).result().metrics["grad_norm:mean"]
+            0.0
+        """
+        return self._dropping().result()
+
+    @unlisted
+    async def drop_gradients_async(self) -> DropGradientsResponse:
+        """Like `drop_gradients`."""
+        return await self._dropping()
+
+    def _dropping(self) -> Future[DropGradientsResponse]:
+        return self._put(protocol.DROP_GRADIENTS, DropGradientsRequest(model_id=self.model_id), {})
 
     def unload_model(self) -> UnloadModelResponse:
         """Let the server forget this run's live state, on servers that offer it; its checkpoints stay.

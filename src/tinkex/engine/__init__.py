@@ -208,6 +208,9 @@ class Engine(Protocol):
     def drop_losses(self, prefix: str) -> None:
         """Forget the losses whose ids begin so."""
 
+    def drop_gradients(self, adapter: str) -> None:
+        """Clear the gradient buffer without a step."""
+
     def optim_step(self, adapter: str, params: OptimParams) -> dict[str, float]:
         """Apply and clear the gradient buffer; returns metrics named `name:reduction`.
 

@@ -182,6 +182,11 @@ class FakeEngine:
         """Forget the losses whose ids begin so."""
         self._losses = {loss_id for loss_id in self._losses if not loss_id.startswith(prefix)}
 
+    def drop_gradients(self, adapter: str) -> None:
+        """Forget the gradient."""
+        self._enter("drop_gradients", adapter)
+        self._adapter(adapter).grad = None
+
     def optim_step(self, adapter: str, params: OptimParams) -> dict[str, float]:
         """Move against the gradient."""
         self._enter("optim_step", adapter)

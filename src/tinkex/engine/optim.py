@@ -80,6 +80,14 @@ class DimuonState:
         return cls(weights, momentum, step)
 
 
+class Overflow(EngineError):
+    """A step that would leave numbers which are not finite."""
+
+    def __init__(self, norm: float) -> None:
+        super().__init__(f"the step overflows: the gradient's norm is {norm:.3g}; scale the loss or clip the gradient")
+        self.norm = norm
+
+
 State: TypeAlias = AdamState | DimuonState
 
 
@@ -144,7 +152,7 @@ def step(state: State, grad: torch.Tensor, params: OptimParams, layout: Layout) 
         assert isinstance(params, DimuonParams)
         after = dimuon(state, grad, params, layout)
     if not bool(torch.isfinite(sum((getattr(after, name).sum() for name in state.MOMENTS), after.weights.sum()))):
-        raise EngineError(f"the step overflows: the gradient's norm is {norm:.3g}; scale the loss or clip the gradient")
+        raise Overflow(norm)
     return after, norm
 
 

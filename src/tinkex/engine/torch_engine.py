@@ -162,6 +162,10 @@ class TorchEngine:
         for loss_id in [known for known in self._losses if known.startswith(prefix)]:
             del self._losses[loss_id]
 
+    def drop_gradients(self, adapter: str) -> None:
+        """Clear the gradient buffer without a step."""
+        self._adapter(adapter).drop_gradients()
+
     def optim_step(self, adapter: str, params: OptimParams) -> dict[str, float]:
         """Apply and clear the gradient buffer; returns metrics named `name:reduction`."""
         return self._adapter(adapter).step(params)
@@ -175,7 +179,7 @@ class TorchEngine:
         """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are dropped."""
         target = self._adapter(adapter)
         target.state = load_adapter(directory, target.layout, target.state, optimizer=optimizer)
-        target.grad = None
+        target.drop_gradients()
 
     def snapshot(self, adapter: str, sampler: str) -> None:
         """Freeze an adapter's present weights as a sampler."""

@@ -15,6 +15,7 @@ Axes: T packed tokens of a step, M targets (one or several per token), D hidden,
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -31,7 +32,7 @@ from tinkex.engine.elementwise import kernels_for
 from tinkex.engine.lora import Factors, Layout, Linear
 from tinkex.engine.losses import Evaluated, Examples, Room
 from tinkex.engine.objectives import Objective
-from tinkex.engine.optim import State, check, state_type, step
+from tinkex.engine.optim import Overflow, State, check, state_type, step
 from tinkex.engine.products import lowered
 from tinkex.engine.span_adapters import ROWS, Span, SpanAdapters
 from tinkex.engine.span_adapters import backward as mixed_backward
@@ -85,6 +86,8 @@ class Adapter:
         dtype = torch.promote_types(model.embed_VD.dtype, torch.float32)
         self.state: State = kind.fresh(self.layout.initial(dtype, model.embed_VD.device))
         self.grad: torch.Tensor | None = None
+        self.largest: tuple[float, str] = (0.0, "")
+        """The largest number in any gradient that was gathered, and the pass that it is from."""
         self._cast: tuple[torch.Tensor, dict[str, Factors]] | None = None
 
     def factors(self) -> dict[str, Factors]:
@@ -99,9 +102,31 @@ class Adapter:
         check(params, type(self.state))
         norm = 0.0
         if self.grad is not None:
-            self.state, norm = step(self.state, self.grad, params, self.layout)
-            self.grad = None
+            try:
+                self.state, norm = step(self.state, self.grad, params, self.layout)
+            except Overflow as error:
+                raise EngineError(self._stuck(error.norm)) from None
+            self.drop_gradients()
         return {"grad_norm:mean": norm, "learning_rate:mean": float(params.learning_rate)}
+
+    def gather(self, gradient: torch.Tensor, largest: float, job: str) -> None:
+        """Add the gradient of a pass."""
+        self.grad = gradient if self.grad is None else self.grad + gradient
+        self.largest = max(self.largest, (largest, job))
+
+    def drop_gradients(self) -> None:
+        """Forget what was gathered."""
+        self.grad, self.largest = None, (0.0, "")
+
+    def _stuck(self, norm: float) -> str:
+        """Say why the step cannot be made, and what can be done about it: the gradient stays."""
+        largest, job = self.largest
+        clip = "clip the gradient (grad_clip_norm=1.0), " if math.isfinite(norm) else ""
+        return (
+            f"the step overflows: the gradient's norm is {norm:.3g}, and its largest number, {largest:.3g}, is from "
+            f"request {job}. Nothing was changed, and the next step has the same gradient: {clip}drop it "
+            "(drop_gradients) or load a saved state (load_state)"
+        )
 
 
 @dataclass(eq=False)
@@ -140,13 +165,13 @@ class Pass:
         """The tokens of a piece, and what its loss takes besides, as tokens."""
         return sum(self.examples.weight(index, budget) for index in piece)
 
-    def finish(self, *, finite: bool) -> ForwardBackwardOutput:
-        """Add the gradient to the adapter's; everything has been run."""
-        if self.scratch is not None and not finite:
+    def finish(self, largest: float) -> ForwardBackwardOutput:
+        """Add the gradient to the adapter's; everything has been run. Takes the largest number in the gradient."""
+        if self.scratch is not None and not math.isfinite(largest):
             raise EngineError("the gradient is not finite; nothing was added")
         output = self.results.output(self.examples, self.objective)  # what can still fail comes before what is kept
         if self.scratch is not None:
-            self.adapter.grad = self.scratch if self.adapter.grad is None else self.adapter.grad + self.scratch
+            self.adapter.gather(self.scratch, largest, self.job)
         return output
 
 
@@ -257,7 +282,7 @@ class Trainer:
                 outcomes[work.job] = outcomes.get(work.job) or error
         except Exception as error:
             outcomes = dict.fromkeys((work.job for work, _ in launched.chosen), error)
-        return self._ended(launched.chosen, outcomes, launched.finite)
+        return self._ended(launched.chosen, outcomes, launched.largest)
 
     def _choose(self) -> list[tuple[Pass, list[int]]]:
         """Pieces of one base model, with or without gradients, whoever has had least first."""
@@ -299,7 +324,7 @@ class Trainer:
         self,
         chosen: Sequence[tuple[Pass, list[int]]],
         outcomes: dict[str, Exception | None],
-        finite: Mapping[str, torch.Tensor] | None = None,
+        largest: Mapping[str, torch.Tensor] | None = None,
     ) -> list[PassDone]:
         done = []
         works = {work.job: work for work, _ in chosen}
@@ -309,8 +334,8 @@ class Trainer:
             if work not in passes or (error is None and work.left):
                 continue  # its adapter was dropped meanwhile; or it goes on
             try:
-                whole = finite is None or job not in finite or bool(finite[job])
-                result: ForwardBackwardOutput | Exception = error or work.finish(finite=whole)
+                peak = 0.0 if largest is None or job not in largest else float(largest[job])
+                result: ForwardBackwardOutput | Exception = error or work.finish(peak)
             except Exception as refusal:  # there may be no memory left for the sum of gradients
                 result = refusal
             passes.remove(work)
@@ -360,8 +385,8 @@ class Launched:
     chosen: Sequence[tuple[Pass, list[int]]]
     losses: Sequence[Evaluated | EngineError]
     logprobs: Sequence[torch.Tensor]
-    finite: Mapping[str, torch.Tensor]
-    """Whether the gradient of a pass is, by job, for those of which this was the last step."""
+    largest: Mapping[str, torch.Tensor]
+    """The largest number in the gradient of a pass, by job, for those of which this was the last step."""
     done: torch.cuda.Event | None
 
     def read(self) -> Iterator[tuple[Pass, Exception | None]]:
@@ -396,10 +421,10 @@ def launch(chosen: Sequence[tuple[Pass, list[int]]], *, keep_logits: bool, spari
             grads = [_gradient(loss, part) for loss, part in zip(losses, parts, strict=True)]
             logprobs_M.backward(torch.cat(grads))  # type: ignore[no-untyped-call]
     last = {work.job: work.scratch for work, _ in chosen if work.scratch is not None and not work.pieces}
-    finite = {job: to_host(torch.isfinite(scratch.sum())) for job, scratch in last.items()}
+    largest = {job: to_host(torch.linalg.vector_norm(scratch, math.inf)) for job, scratch in last.items()}
     logprobs = torch.split(to_host(logprobs_M.detach()), packed.sizes)
     losses = [loss if isinstance(loss, EngineError) else loss.to_host() for loss in losses]
-    return Launched(chosen, losses, logprobs, finite, mark(packed.device))
+    return Launched(chosen, losses, logprobs, largest, mark(packed.device))
 
 
 def _span(work: Pass, rows: tuple[int, int]) -> Span:

@@ -110,6 +110,8 @@ from tinkex.types.training import (
     AdamParams,
     CreateModelRequest,
     CreateModelResponse,
+    DropGradientsRequest,
+    DropGradientsResponse,
     ForwardBackwardRequest,
     ForwardRequest,
     GetInfoRequest,
@@ -380,6 +382,17 @@ async def optim_step(state: State, call: Call) -> UntypedAPIFuture:
 
     def work() -> OptimStepResponse:
         return OptimStepResponse(metrics=state.engine.optim_step(request.model_id, params))
+
+    return await enqueue(state, call, request.model_id, request.seq_id, work)
+
+
+async def drop_gradients(state: State, call: Call) -> UntypedAPIFuture:
+    """Drop the gradient that was gathered since the last step, when everything asked for before is done."""
+    request: DropGradientsRequest = call.request
+
+    def work() -> DropGradientsResponse:
+        state.engine.drop_gradients(request.model_id)
+        return DropGradientsResponse(model_id=request.model_id, type="drop_gradients")
 
     return await enqueue(state, call, request.model_id, request.seq_id, work)
 
@@ -788,6 +801,7 @@ HANDLERS: dict[str, Handler] = {
         forward_backward,
         forward,
         optim_step,
+        drop_gradients,
         create_custom_loss,
         unload_model,
         save_weights,

@@ -258,7 +258,7 @@ def _work(state: State, live: LiveRun, number: int, call: Call, work: Callable[[
     live.done = number
     live.since_state += 1
     result = work()
-    if call.op in ("optim_step", "load_weights"):
+    if call.op in ("optim_step", "load_weights", "drop_gradients"):
         live.is_between_steps = True
     if call.op == "load_weights":
         write_state(state, live, number)

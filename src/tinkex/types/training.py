@@ -308,6 +308,31 @@ class UnloadModelResponse(Record, frozen=True, kw_only=True):
     type: Literal["unload_model"] | None = None
 
 
+class DropGradientsRequest(Record, frozen=True, kw_only=True):
+    """Drop the gradient that a training run has gathered since its last step.
+
+    Example:
+        >>> DropGradientsRequest(model_id="run-1", seq_id=7).seq_id
+        7
+    """
+
+    model_id: ModelID
+    seq_id: Int64 | None = None
+    type: Literal["drop_gradients"] = "drop_gradients"
+
+
+class DropGradientsResponse(Record, frozen=True, kw_only=True):
+    """The training run whose gradient was dropped.
+
+    Example:
+        >>> DropGradientsResponse(model_id="run-1").model_id
+        'run-1'
+    """
+
+    model_id: ModelID
+    type: Literal["drop_gradients"] | None = None
+
+
 class ModelData(Record, frozen=True, kw_only=True):
     """What a model is. A variant in the tokenizer's name, after a colon, is the model's and is cut off.
 
