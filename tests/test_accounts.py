@@ -379,6 +379,8 @@ NOBODYS = {
     "list_sessions",
     "search_sessions",
     "search_checkpoints",
+    "external_weights_upload_start",
+    "external_weights_upload_finish",  # tests/test_external_weights.py
     "list_training_runs",
     "list_user_checkpoints",
     "get_billing_usage",

@@ -388,6 +388,8 @@ GOOD: dict[str, Json] = {
         "limit": 3,
         "cursor": {"last_created_at": "2026-07-13T00:00:00Z", "last_session_id": "x"},
     },
+    "external_weights_upload_start": {"base_model": "fake", "lora_config": {"rank": 4}, "destination_project_id": "p"},
+    "external_weights_upload_finish": {"upload_id": "0" * 32},
     "search_checkpoints": {
         "project_ids": ["default"],
         "user_metadata": {"a": "b"},

@@ -34,6 +34,12 @@ from tinkex.types.checkpoints import (
     WeightsInfoResponse,
 )
 from tinkex.types.custom_losses import CreateCustomLossRequest, CreateCustomLossResponse
+from tinkex.types.external_weights import (
+    ExternalWeightsUploadFinishRequest,
+    ExternalWeightsUploadFinishResponse,
+    ExternalWeightsUploadStartRequest,
+    ExternalWeightsUploadStartResponse,
+)
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -203,6 +209,12 @@ ASSIGN_SESSION_PROJECT = Operation(
     "assign_session_project", "PUT", "sessions/{session_id}/project", AssignSessionProjectRequest, Empty
 )
 EXPORT_SESSION_TRACE = _get("export_session_trace", "sessions/{session_id}/trace_export", SessionTraceExportResponse)
+EXTERNAL_WEIGHTS_UPLOAD_START = _post(
+    "external_weights_upload_start", ExternalWeightsUploadStartRequest, ExternalWeightsUploadStartResponse
+)
+EXTERNAL_WEIGHTS_UPLOAD_FINISH = _post(
+    "external_weights_upload_finish", ExternalWeightsUploadFinishRequest, ExternalWeightsUploadFinishResponse
+)
 SEARCH_CHECKPOINTS = _post(
     "search_checkpoints", CheckpointSearchRequest, CheckpointSearchResponse, path="checkpoints/search"
 )
@@ -263,6 +275,8 @@ OPERATIONS: tuple[Operation, ...] = (
     GET_SESSION,
     ASSIGN_SESSION_PROJECT,
     EXPORT_SESSION_TRACE,
+    EXTERNAL_WEIGHTS_UPLOAD_START,
+    EXTERNAL_WEIGHTS_UPLOAD_FINISH,
     SEARCH_CHECKPOINTS,
     SEARCH_SESSIONS,
     GET_BILLING_USAGE,

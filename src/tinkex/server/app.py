@@ -24,7 +24,7 @@ from tinkex.config import LOOPBACK
 from tinkex.engine import Engine, EngineError
 from tinkex.prometheus import CONTENT_TYPE
 from tinkex.protocol import HEALTHZ, OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
-from tinkex.server import bodies, description, openai, revival
+from tinkex.server import bodies, description, openai, revival, uploads
 from tinkex.server.accounts import Account
 from tinkex.server.admission import check_ownership, check_room, fail_in_band, is_own
 from tinkex.server.exports import download_route
@@ -107,6 +107,7 @@ def create_app(
         Route("/metrics", _metrics(state), name="metrics"),
         Route(trace_path("{session_id}"), _trace(state), name="trace"),
         *openai.routes(state, _authorize),
+        uploads.upload_route(state),
     ]
     app = Application(routes=routes, lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route})
     app.direct = {(op.method, f"{PREFIX}/{op.path}"): endpoint for op, endpoint in endpoints if "{" not in op.path}

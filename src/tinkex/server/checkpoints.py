@@ -24,6 +24,7 @@ from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 NAME_RULE = "use letters, digits, '.', '_' and '-', at most 200, and no '.' or '-' in front"
+WEIGHTS = "adapter_model.safetensors"
 MIN_TTL, MAX_TTL = 3600, 10 * 366 * 24 * 3600
 
 
@@ -193,7 +194,7 @@ def find_checkpoint(
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
     except ValueError as error:
         raise EngineError(str(error)) from None
-    if parsed.checkpoint_type != KINDS[kind]:
+    if parsed.checkpoint_type not in (KINDS[kind], "external"):
         raise EngineError(
             f"{path} is a {parsed.checkpoint_type} checkpoint; this needs a {KINDS[kind]} one "
             f"(tinker://<run>/{kind}/<name>)"
@@ -201,6 +202,8 @@ def find_checkpoint(
     saved = readable(state, path, reader)
     if saved is None:
         raise EngineError(f"there is no checkpoint {path}; it was never saved, or has been deleted or expired")
+    if parsed.checkpoint_type == "external" and not (saved.directory / WEIGHTS).exists():
+        raise EngineError(f"{path} is encrypted for its recipients, so that this server cannot read it")
     if base_model is not None and saved.base_model != base_model:
         raise EngineError(f"checkpoint {path} is of base model {saved.base_model!r}, this is {base_model!r}")
     return saved

@@ -28,6 +28,7 @@ from tinkex.protocol import (
     Operation,
 )
 from tinkex.server import openai
+from tinkex.server.uploads import PATH as UPLOAD_PATH
 from tinkex.types.forms import Variant
 from tinkex.types.inputs import DmelChunk, ImageAssetPointerChunk, ImageChunk
 from tinkex.types.record import Record
@@ -267,7 +268,10 @@ def _others() -> dict[str, Schema]:
         openai.MODEL.replace(":path", ""): ("openai_model", codec.JSON, [], (400, 401, 403, 404)),
         download: ("download", "application/octet-stream", link, (403, 404)),
     }
-    return {path: {"get": _read(path, *facts)} for path, facts in found.items()}
+    upload = _read(UPLOAD_PATH, "upload", codec.JSON, link, (403,))
+    upload["requestBody"] = {"required": True, "content": {"application/octet-stream": {"schema": {}}}}
+    upload["responses"] |= _refusals((400, 408, 413, 503))
+    return {path: {"get": _read(path, *facts)} for path, facts in found.items()} | {UPLOAD_PATH: {"put": upload}}
 
 
 def _read(path: str, name: str, content_type: str, link: list[Schema], statuses: Iterable[int]) -> Schema:

@@ -59,6 +59,7 @@ from tinkex.server.submission import (
     take_sample,
     write_state,
 )
+from tinkex.server.uploads import external_weights_upload_finish, external_weights_upload_start
 from tinkex.server.usage import (
     get_audit_log,
     get_billing_usage,
@@ -837,6 +838,8 @@ HANDLERS: dict[str, Handler] = {
         list_sessions,
         search_sessions,
         search_checkpoints,
+        external_weights_upload_start,
+        external_weights_upload_finish,
         assign_session_project,
         export_session_trace,
         get_billing_usage,

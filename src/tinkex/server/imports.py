@@ -99,25 +99,62 @@ def import_adapter(
     Raises:
         EngineError: It is not an adapter that can be trained on here; nothing has changed.
     """
-    source = read_source(directory)
-    base_model = base_model or source.base_model
+    base_model = base_model or read_source(directory).base_model
     if base_model is None:
         raise EngineError(f"{directory / CONFIG} names no base model: say which one it is for")
-    shapes = module_shapes(base_directory)
-    told = _Told(progress)
-    found = _read_factors(source, shapes, told)
-    groups = {KNOWN[_last(module)] for module in found}
-    lora = LoraConfig(rank=source.rank, **{f"train_{group}": group in groups for group in GROUPS})
-    trained = [module for module in shapes if KNOWN[_last(module)] in groups]
-    run_id = str(uuid.uuid4())
+    adapter = read_adapter(directory, base_directory, progress)
+    lora, run_id = adapter.shape(), str(uuid.uuid4())
     run = Run(f"{run_id}:train:0", run_id, base_model, lora, {"type": "adamw"}, {}, owner)
-
-    def write(target: Path) -> None:
-        _write(target, base_model, source, {module: found.get(module) for module in trained}, shapes, told)
-
+    write = adapter.writer(base_model, lora)
     saved = put_files(store, store.root / "checkpoints", run, Wanted("weights", name), write)
     store.add_run(run)
     return saved
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that was read: it fits its base model, and holds numbers only."""
+
+    source: Source
+    factors: Mapping[str, tuple[Array, Array]]
+    """A and B by module, B scaled for us."""
+    shapes: Mapping[str, tuple[int, int]]
+    told: _Told
+
+    def shape(self) -> LoraConfig:
+        """The least that holds it."""
+        groups = {KNOWN[_last(module)] for module in self.factors}
+        return LoraConfig(rank=self.source.rank, **{f"train_{group}": group in groups for group in GROUPS})
+
+    def writer(self, base_model: str, lora: LoraConfig) -> Callable[[Path], None]:
+        """Write it in our form; modules of the shape that it leaves alone get fresh factors."""
+        trained = [module for module in self.shapes if _trains(lora, module)]
+
+        def write(target: Path) -> None:
+            factors = {module: self.factors.get(module) for module in trained}
+            _write(target, base_model, self.source, factors, self.shapes, self.told)
+
+        return write
+
+
+def read_adapter(directory: Path, base_directory: Path, progress: Progress | None = None) -> Adapter:
+    """Read PEFT files.
+
+    Raises:
+        EngineError: They are no adapter that can be trained on here.
+    """
+    source, shapes, told = read_source(directory), module_shapes(base_directory), _Told(progress)
+    return Adapter(source, _read_factors(source, shapes, told), shapes, told)
+
+
+def most_bytes(base_directory: Path, lora: LoraConfig) -> int:
+    """The most that the weights of an adapter of a shape can take as a file."""
+    sizes = [sum(sizes) for module, sizes in module_shapes(base_directory).items() if _trains(lora, module)]
+    return sum(8 * lora.rank * size + 1024 for size in sizes) + (1 << 20)
+
+
+def _trains(lora: LoraConfig, module: str) -> bool:
+    return bool(getattr(lora, f"train_{KNOWN[_last(module)]}"))
 
 
 def read_source(directory: Path) -> Source:
@@ -127,7 +164,7 @@ def read_source(directory: Path) -> Source:
         fields = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise EngineError(f"{directory} has no {CONFIG}: not a PEFT adapter") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError as well
         raise EngineError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise EngineError(f"{path} is not a PEFT configuration: expected an object")

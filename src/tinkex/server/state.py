@@ -27,6 +27,7 @@ from tinkex.server.sampling_records import SamplingRecords
 from tinkex.server.scheduler import Lane, Worker
 from tinkex.server.seals import seal
 from tinkex.server.store import DATABASE, LOCAL_OWNER, Run, Store
+from tinkex.server.upload_files import sweep_uploads
 from tinkex.server.usage import Meter
 
 logger = logging.getLogger("tinkex.server")
@@ -238,6 +239,9 @@ class State:
         """The names of what an earlier life left in its journals."""
         self.checkpoint_dir = data_dir / "checkpoints"
         self.checkpoint_dir.mkdir(exist_ok=True)
+        self.upload_dir = data_dir / "uploads"
+        self.finishing: set[str] = set()
+        """Uploads that are just being made checkpoints of."""
         self.store = Store(data_dir / DATABASE)
         self.store.verify()
         self.accounts = Accounts(self.store, data_dir, api_key, embedded=embedded)
@@ -479,6 +483,7 @@ class State:
         await asyncio.to_thread(self._note_heard, heard)
         await asyncio.to_thread(self.catalogue.touch, self._take_asked())
         await asyncio.to_thread(self.catalogue.sweep)
+        await asyncio.to_thread(sweep_uploads, self.upload_dir)
 
     def _take_asked(self) -> dict[str, float]:
         asked, self.asked = self.asked, {}

@@ -60,6 +60,7 @@ AUDITED = {
     "save_weights": ("checkpoints", "checkpoint_saved"),
     "save_weights_for_sampler": ("checkpoints", "checkpoint_saved"),
     "save_weights_external": ("checkpoints", "checkpoint_exported"),
+    "external_weights_upload_finish": ("checkpoints", "checkpoint_uploaded"),
     "load_weights": ("checkpoints", "checkpoint_loaded"),
     "copy_weights": ("checkpoints", "checkpoint_copied"),
     "delete_checkpoint": ("checkpoints", "checkpoint_deleted"),

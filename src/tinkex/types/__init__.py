@@ -66,6 +66,14 @@ from tinkex.types.custom_losses import (
     RegularizerOutput,
     RegularizerSpec,
 )
+from tinkex.types.external_weights import (
+    ExternalWeightsUploadFinishRequest,
+    ExternalWeightsUploadFinishResponse,
+    ExternalWeightsUploadFinishResult,
+    ExternalWeightsUploadStartRequest,
+    ExternalWeightsUploadStartResponse,
+    ExternalWeightsUploadStartResult,
+)
 from tinkex.types.futures import (
     FutureRetrieveResponse,
     QueueState,
@@ -274,6 +282,12 @@ __all__ = [
     "Empty",
     "EncodedTextChunk",
     "EventType",
+    "ExternalWeightsUploadFinishRequest",
+    "ExternalWeightsUploadFinishResponse",
+    "ExternalWeightsUploadFinishResult",
+    "ExternalWeightsUploadStartRequest",
+    "ExternalWeightsUploadStartResponse",
+    "ExternalWeightsUploadStartResult",
     "ExternalWeightsUrlsResponse",
     "FailedSessionStatusQuery",
     "FinishReason",
