@@ -24,7 +24,11 @@ from tinkex.cli.doctor import Finding
 @pytest.fixture(autouse=True)
 def no_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Loading torch takes seconds; what its process says is told here."""
-    monkeypatch.setattr(doctor, "TORCH", 'print(\'{"version": "9", "threads": 2, "device": "cpu", "memory": null}\')')
+    monkeypatch.setattr(
+        doctor,
+        "TORCH",
+        'print(\'{"version": "9", "threads": 2, "device": "cpu", "memory": null, "native": null, "products": true}\')',
+    )
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
@@ -61,15 +65,15 @@ def test_a_healthy_machine_is_told_so(faulty: FaultyServer, port: str, capsys: p
     faulty.script("get_server_capabilities", dated())
     code, found = examine(capsys, "--port", port)
     assert code == 0
-    expected = ["python", "versions", "torch", "device", "memory", "disk", "port", "key", "server", "clock"]
+    expected = ["python", "versions", "torch", "device", "cpu", "memory", "disk", "port", "key", "server", "clock"]
     assert list(found) == expected
     assert {item["status"] for item in found.values()} == {"ok"}
     assert tinkex.__version__ in found["versions"]["detail"]
     assert found["torch"]["detail"] == "9, 2 threads"
     run(["doctor", "--port", port])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["10 checks: all is well", "Status\tCheck\tFound\tFix"]
-    assert len(lines) == 12
+    assert lines[:2] == ["11 checks: all is well", "Status\tCheck\tFound\tFix"]
+    assert len(lines) == 13
 
 
 def test_a_dead_server_is_an_error_within_seconds(
@@ -177,8 +181,22 @@ def test_an_old_python_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.status == "error"
 
 
+@pytest.mark.parametrize(
+    ("safe", "told"), [("true", "and is slower: rows differ"), ("false", "change each other's last")]
+)
+def test_a_cpu_that_goes_without_c_is_told_why(
+    safe: str, told: str, port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = doctor.TORCH.replace('"native": null', '"native": "rows differ"').replace("true", safe)
+    monkeypatch.setattr(doctor, "TORCH", script)
+    _, found = examine(capsys, "--port", port)
+    assert found["cpu"]["status"] == "warning"
+    assert told in found["cpu"]["detail"]
+    assert "C compiler" in found["cpu"]["fix"]
+
+
 @pytest.mark.slow
 def test_torch_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     shown = subprocess.run([sys.executable, "-c", doctor.TORCH], capture_output=True, text=True, check=True)
-    assert json.loads(shown.stdout).keys() == {"version", "threads", "device", "memory"}
+    assert json.loads(shown.stdout).keys() == {"version", "threads", "device", "memory", "native", "products"}

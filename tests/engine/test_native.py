@@ -27,7 +27,7 @@ from support import wait_until
 from tinkex.engine.choices import choose
 from tinkex.engine.decoder import Lora
 from tinkex.engine.lora import Factors, Linear
-from tinkex.engine.native import decoding, library
+from tinkex.engine.native import decoding, library, self_check
 from tinkex.engine.native.decoding import NativeDecoding, NativeSteps
 from tinkex.engine.native.weights import Native, PackedLora, packed
 from tinkex.engine.openmp import usable_cores
@@ -68,8 +68,9 @@ def test_it_is_compiled_once_and_kept(cache: Path, tmp_path: Path, monkeypatch: 
     library.load.cache_clear()
     assert library.load() is not None
     assert (tmp_path / "calls").read_text().splitlines() == ["called"]
-    (kept,) = cache.iterdir()
+    kept, note = sorted(cache.iterdir(), key=lambda path: path.suffix, reverse=True)
     assert kept.name.startswith("step-")
+    assert note == kept.with_suffix(".checked")
     assert not stat.S_IMODE(cache.stat().st_mode) & 0o077
 
 
@@ -239,7 +240,7 @@ def test_what_was_spoilt_in_the_cache_is_made_anew(cache: Path) -> None:
     whole = kept.read_bytes()
     kept.write_bytes(whole[: len(whole) // 2])  # to load this would end the process
     assert library.load() is not None
-    (made,) = cache.iterdir()
+    (made,) = cache.glob("*.so")
     assert len(made.read_bytes()) == len(whole)  # on a Mac the name it was made under is in it
 
 
@@ -252,6 +253,42 @@ def test_a_library_that_computes_nonsense_is_not_used(
     with caplog.at_level(logging.INFO, "tinkex.engine"):
         assert library.load() is None
     assert "its products are wrong on this machine" in caplog.text
+
+
+@pytest.mark.covers("S36")
+def test_a_library_whose_rows_differ_is_not_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, right = tmp_path / "step.c", "multiply_add(value, w[v], kept[row][v])"
+    source = library.SOURCE.read_text()
+    assert right in source
+    broken.write_text(source.replace(right, f"rows > 1 ? {right} : kept[row][v] + value * w[v]"))
+    monkeypatch.setattr(library, "SOURCE", broken)
+    first = next(iter(library.compilers()))
+    monkeypatch.setattr(library, "compilers", lambda: iter([first]))
+    with caplog.at_level(logging.INFO, "tinkex.engine"):
+        assert library.load() is None
+    assert "a row gets other bits alone than among others" in caplog.text
+    (note,) = cache.glob("*.checked")
+    assert note.read_text().startswith("rows differ ")
+    monkeypatch.setattr(self_check, "rows_agree", lambda _: pytest.fail("it was found before"))
+    library.load.cache_clear()
+    assert library.load() is None
+
+
+def test_a_library_is_checked_once_for_each_processor(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[library.Library] = []
+    monkeypatch.setattr(self_check, "rows_agree", lambda loaded: not checked.append(loaded))  # type: ignore[func-returns-value]
+    for machine, expected in ((b"one", 1), (b"one", 1), (b"two", 2)):
+        monkeypatch.setattr(library, "_machine", lambda machine=machine: machine)
+        library.load.cache_clear()
+        assert library.load() is not None
+        assert len(checked) == expected
+    for note in cache.glob("*.checked"):
+        note.write_bytes(b"\xff nonsense")
+    library.load.cache_clear()
+    assert library.load() is not None
+    assert len(checked) == 3
 
 
 # --- What it computes --------------------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ def counts(command: list[str], directory: Path) -> dict[str, dict[str, int]]:
     source = directory / "hot.c"
     source.write_text(HOT.format(source=library.SOURCE))
     options = [option for option in command if option != "-shared"]
-    text = subprocess.run([*options, "-S", "-o", "-", str(source)], check=True, capture_output=True, text=True).stdout
+    subprocess.run([*options, "-S", "-o", str(directory / "hot.s"), str(source)], check=True, capture_output=True)
+    text = (directory / "hot.s").read_text(encoding="utf-8", errors="replace")
     kinds = {"add": r"\tv?(?:add|sub)[ps]s\b", "multiply": r"\tv?mul[ps]s\b", "both": r"\tvfn?m(?:add|sub)\d+[ps]s\b"}
     found: dict[str, dict[str, int]] = {}
     for name, body in re.findall(r"^(\w[\w.]*):(.*?)^\t?\.size\s", text, re.DOTALL | re.MULTILINE):

@@ -134,3 +134,18 @@ def test_a_shape_is_checked_once_for_each_number_of_threads(monkeypatch: pytest.
         for weight in (random(48, 40), random(48, 40, seed=1), random(40, 48).t()):
             product_check.choice(weight, is_small=True)
     assert checked == [("pytorch", 48, 40)] * 4  # as it lies and turned, by one thread and by two
+
+
+def test_a_batch_whose_matrices_are_split_goes_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(3)
+    for is_steady, count, expected in ((True, 5, 3), (True, 1, 1), (False, 5, 1)):
+        monkeypatch.setattr(product_check, "are_batches_steady", lambda _, found=is_steady: found)
+        with product_check.steady_batch(count):
+            assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 3
+
+
+def test_batches_that_are_split_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: real(a, b) * (1 + 1e-6 * (a.shape[0] == 2)))
+    assert not product_check.are_batches_steady.__wrapped__(4)

@@ -51,6 +51,14 @@ if torch.cuda.is_available():
     found["memory"] = torch.cuda.mem_get_info(0)
 elif torch.backends.mps.is_available():
     found["device"] = "mps"
+try:
+    from tinkex.engine import product_check
+    from tinkex.engine.native import library
+    made = library.look()
+    found["native"] = made if isinstance(made, str) else None
+    found["products"] = product_check.is_safe(576, 1536)
+except ImportError as error:
+    found["native"], found["products"] = str(error), True
 print(json.dumps(found))
 """
 
@@ -116,6 +124,18 @@ def check_torch(needed: bool) -> Iterator[Finding]:
     yield Finding("torch", "ok", f"{found['version']}, {found['threads']} threads")
     memory = f", {size(found['memory'][0])} of {size(found['memory'][1])} free" if found["memory"] else ""
     yield Finding("device", "ok", found["device"] + memory)
+    yield _native(found["native"], found["products"])
+
+
+def _native(reason: str | None, is_safe: bool) -> Finding:
+    """How this CPU samples, and whether results on it depend on what else is in a batch."""
+    if reason is None:
+        return Finding("cpu", "ok", "samples in C; a row gets the same bits alone and among others")
+    fix = "install a C compiler, or pip install 'tinkex[native]'"
+    if is_safe:
+        return Finding("cpu", "warning", f"samples by PyTorch, and is slower: {reason}", fix)
+    found = f"samples by PyTorch: {reason}; requests that run together may change each other's last bits"
+    return Finding("cpu", "warning", found, fix)
 
 
 def check_memory() -> Iterator[Finding]:

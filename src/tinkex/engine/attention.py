@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkex.engine.config import AttentionRule
 from tinkex.engine.copies import to_device
+from tinkex.engine.product_check import steady_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,9 +75,11 @@ def attend(
     # The heads that share keys are one more axis of the product, so that keys are read where they lie.
     q = q_BQHC.view(count, queries, groups, -1, channels).permute(0, 2, 3, 1, 4)
     k, v = (x.transpose(1, 2)[:, :, None] for x in (k_BKGC, v_BKGC))
-    scores = soft_cap(widened((q * rule.scale) @ k.transpose(3, 4)), rule.softcap)
-    probs = scores.masked_fill(~seen[..., None, :, :], -torch.inf).softmax(-1).to(v.dtype)
-    return (probs @ v).permute(0, 3, 1, 2, 4).reshape(count, queries, -1)
+    with steady_batch(q.shape[:3].numel()) if q.is_cpu else nullcontext():
+        scores = soft_cap(widened((q * rule.scale) @ k.transpose(3, 4)), rule.softcap)
+        probs = scores.masked_fill(~seen[..., None, :, :], -torch.inf).softmax(-1).to(v.dtype)
+        mixed = probs @ v
+    return mixed.permute(0, 3, 1, 2, 4).reshape(count, queries, -1)
 
 
 def causal(q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
@@ -125,17 +129,20 @@ class _ShortAttention(torch.autograd.Function):
         length = k_NLC.shape[1]
         future = torch.full((length, length), -torch.inf, dtype=q_NRC.dtype, device=q_NRC.device).triu_(1)
         mask = future.repeat(q_NRC.shape[1] // length, 1)
-        probs = torch.baddbmm(mask, q_NRC, k_NLC.transpose(1, 2), alpha=scale).softmax(-1)
+        with steady_batch(q_NRC.shape[0]):
+            probs = torch.baddbmm(mask, q_NRC, k_NLC.transpose(1, 2), alpha=scale).softmax(-1)
+            mixed = probs @ v_NLC
         ctx.save_for_backward(q_NRC, k_NLC, v_NLC, probs)
         ctx.scale = scale
-        return probs @ v_NLC
+        return mixed
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         q, k, v, probs = ctx.saved_tensors
-        d_probs = grads[0] @ v.transpose(1, 2)
-        d_scores = torch.ops.aten._softmax_backward_data(d_probs, probs, -1, probs.dtype).mul_(ctx.scale)
-        return d_scores @ k, d_scores.transpose(1, 2) @ q, probs.transpose(1, 2) @ grads[0], None
+        with steady_batch(q.shape[0]):
+            d_probs = grads[0] @ v.transpose(1, 2)
+            d_scores = torch.ops.aten._softmax_backward_data(d_probs, probs, -1, probs.dtype).mul_(ctx.scale)
+            return d_scores @ k, d_scores.transpose(1, 2) @ q, probs.transpose(1, 2) @ grads[0], None
 
 
 class PackedAttention:

@@ -30,6 +30,7 @@ from tinkex.engine.config import AttentionRule
 from tinkex.engine.copies import mark, to_device
 from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
 from tinkex.engine.openmp import Threads
+from tinkex.engine.product_check import are_batches_steady, steady_batch
 from tinkex.engine.row_adapters import Bank, Products, RowAdapters, padded, widest
 
 if TYPE_CHECKING:
@@ -245,7 +246,8 @@ def _by_products(
     k, v = (x.transpose(1, 2).reshape(units * groups, positions, channels) for x in (k_USGC, v_USGC))
     bias_UQS = tiles.bias(rule, q.dtype)
     bias = bias_UQS[:, None, None].expand(-1, groups, heads // groups, -1, -1).reshape(units * groups, -1, positions)
-    mixed = weigh(q, k, v, bias, rule)
+    with steady_batch(units * groups):
+        mixed = weigh(q, k, v, bias, rule)
     return mixed.view(units, groups, -1, queries, channels).permute(0, 3, 1, 2, 4)
 
 
@@ -446,7 +448,7 @@ class _SlabPart:
         positions = np.array([row.length for row in slab.rows])
         several = len(order) * groups  # a single product may be split among threads, which shows in its last bits
         is_long = several > 1 and several * size * channels >= LONG_ATTENTION
-        self._threads = threads if is_long else nullcontext()
+        self._threads = threads if is_long and are_batches_steady(threads.count) else nullcontext()
         heads = np.arange(len(order) * groups)
         self._places = torch.from_numpy(heads * size + positions.repeat(groups))
         self._positions_B1 = torch.from_numpy(positions)[:, None]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import platform
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -19,9 +20,11 @@ import torch.nn.functional as F
 
 from tinkex.engine.native import library as c
 from tinkex.engine.native import matmul
+from tinkex.engine.openmp import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
 Name: TypeAlias = Literal["onednn", "pytorch", "c"]
 
@@ -35,6 +38,10 @@ WORK = 1 << 28
 """Multiplications by which the rows of a check are limited …"""
 LEAST_ROWS = 64
 """… but to no fewer than these."""
+
+BATCH = 32
+BATCHES = ((3, 128, 64), (3, 1024, 64), (192, 64, 64))
+"""Queries, keys and channels of attention by batched products."""
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -60,6 +67,45 @@ def _choice(outputs: int, inputs: int, turned: bool, is_large: bool, threads: in
         return "c"
     _warn()
     return "pytorch"
+
+
+def steady_batch(count: int) -> AbstractContextManager[None]:
+    """A block in which batched products, of so many matrices, give each the same bits as beside others.
+
+    With several threads a library may split single products, if there are few of them, and then adds up otherwise.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or (count > 1 and are_batches_steady(threads)):
+        return nullcontext()
+    return Threads(1)
+
+
+@functools.cache
+@torch.no_grad()
+def are_batches_steady(threads: int) -> bool:
+    """Whether a matrix of a batch gets the same bits in small batches and in large ones, by so many threads."""
+    random = torch.Generator().manual_seed(0)
+    for queries, keys, channels in BATCHES:
+        shapes = ((queries, keys), (queries, channels), (keys, channels))
+        bias, q, k = (torch.randn(BATCH, *shape, generator=random) for shape in shapes)
+        with Threads(threads):
+            scores, mixed = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=0.3), torch.bmm(bias, k)
+            for count in range(2, min(BATCH, 2 * threads) + 1):
+                some = torch.baddbmm(bias[:count], q[:count], k[:count].transpose(1, 2), alpha=0.3)
+                if not (
+                    torch.equal(some, scores[:count]) and torch.equal(torch.bmm(bias[:count], k[:count]), mixed[:count])
+                ):
+                    return False
+    return True
+
+
+def is_safe(outputs: int, inputs: int) -> bool:
+    """Whether products with a weight of this shape are made by a library whose rows are steady."""
+    weight_ND = torch.empty(outputs, inputs)
+    names = [choice(weight_ND), choice(weight_ND[:32], is_small=True)]
+    return all(
+        n == "c" or is_steady(n, *shape) for n, shape in zip(names, ((outputs, inputs), (32, inputs)), strict=True)
+    )
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinkex import environment
+from tinkex.engine.native import self_check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -149,10 +150,20 @@ def _function(function: Any, result: Any, *arguments: Any) -> Any:
 @functools.cache
 def load() -> Library | None:
     """The library, if this machine can have it; compiled the first time, which takes a second or a few."""
+    found = look()
+    if isinstance(found, Library):
+        return found
+    if environment.flag(SWITCH) is not False and sys.platform != "win32":  # there it is no surprise
+        logger.info("sampling on the CPU goes by PyTorch alone, and is slower: %s", found)
+    return None
+
+
+def look() -> Library | str:
+    """The library, or the reason why there is none."""
     if environment.flag(SWITCH) is False:
-        return None
+        return f"it is switched off by {SWITCH}"
     if sys.platform == "win32":
-        return None  # threads and compilers are others there
+        return "it is not made for Windows"  # threads and compilers are others there
     reason = "there is no C compiler (cc, gcc, clang, or the package ziglang)"
     try:
         with _cache() as directory:
@@ -163,8 +174,7 @@ def load() -> Library | None:
                     reason = _message(error)
     except OSError as error:  # nothing can be written, not even for the moment
         reason = str(error)
-    logger.info("sampling on the CPU goes by PyTorch alone, and is slower: %s", reason)
-    return None
+    return reason
 
 
 def _checked(path: Path) -> Library:
@@ -175,6 +185,8 @@ def _checked(path: Path) -> Library:
     except (OSError, AttributeError):
         path.unlink(missing_ok=True)
         raise
+    if not self_check.remembered(library, path, _machine()):
+        raise OSError("as this compiler made it, a row gets other bits alone than among others")
     return library
 
 
