@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import inspect
 import logging
 import pickle
@@ -300,6 +301,10 @@ def test_pickle_of_a_sampling_client_future_is_one_of_the_client(
     assert copied.sample(PROMPT, 1, PARAMS).result(20).sequences
     with pytest.raises(TypeError, match="pickle"):
         pickle.dumps(BackcompatTrainingClientFuture(start(given(client))))
+    training = BackcompatTrainingClientFuture(start(given(client)))
+    assert copy.copy(training).result(20) is client
+    with pytest.warns(FutureWarning, match="pickling"):
+        assert type(copy.copy(future)) is SamplingClient
     handle = sampler.get_sampler_handle()
     assert not warned(lambda: BackcompatSamplingClientFuture.from_sampler_handle(handle))
 

@@ -18,3 +18,6 @@ class BackcompatTrainingClientFuture(BackcompatClientFuture[TrainingClient], Tra
         >>> service.create_lora_training_client("tinkex/tiny").result()
         TrainingClient('...:train:0')
     """
+
+    def __copy__(self) -> BackcompatTrainingClientFuture:
+        return type(self)(self._future)
