@@ -33,11 +33,11 @@ COMMAND_SECONDS = 60
 RENEW_AFTER = (0.45, 0.55)
 """The part of its life, drawn between these, after which a token is renewed in the background."""
 RENEW_AGAIN = 60.0
-"""Seconds between background attempts that fail, and when a token does not say how long it lives."""
+"""Seconds between failed background attempts, and between attempts for a token of unknown life."""
 RENEW_NOW = 60.0
-"""Before a request, a token is renewed that has less than this many seconds left, or a quarter of its life."""
+"""A request first renews a token that has this many seconds left, or a quarter of its life."""
 NO_HOPE = 120.0
-"""Background attempts end when the credential is refused and the token has less than this many seconds left."""
+"""Background attempts end if the credential is refused and the token has fewer seconds left."""
 ASSUMED_LIFE = 3600.0
 """Seconds that a token is taken to live if it does not say when it expires."""
 REMEMBERED = 8
@@ -124,7 +124,7 @@ def is_token(key: str) -> bool:
 
 
 def check_token(token: str, now: float) -> None:
-    """Refuse a token that is given as credential and cannot be used.
+    """Refuse a token that is given as credential if it cannot be used.
 
     Raises:
         ConfigurationError: It cannot be read.
@@ -183,11 +183,13 @@ class Token:
         return self._expires - self._clock()
 
     def gave(self, value: str | None) -> bool:
-        """Whether a token was given out here lately."""
+        """Return whether this object gave out a token recently."""
         return value in self._given
 
     async def value(self) -> str:
-        """Return a token that is good now; an old one is used until it expires if there is no new one.
+        """Return a token that is valid now.
+
+        An old token is used until it expires if there is no new one.
 
         Raises:
             AuthenticationError: The credential is refused.
@@ -204,7 +206,10 @@ class Token:
         return self._value
 
     async def replaced(self, rejected: str) -> str:
-        """Return another token than one that the server rejected; requests that were rejected with it share it."""
+        """Return a new token in place of a rejected one.
+
+        All requests that were rejected with the same token share one exchange.
+        """
         if rejected == self._value:
             self._value = ""
         return await self.value()
@@ -225,7 +230,7 @@ class Token:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._renewal = None
         if not task.cancelled():
-            task.exception()  # mark as seen: those who asked may be gone
+            task.exception()  # mark as seen: the requests that asked may be gone
 
     async def _renew(self) -> None:
         value = await self._exchange()
@@ -248,11 +253,11 @@ class Token:
             self._timer.cancel()
         if not self._is_stopped:
             call = functools.partial(_renew_token, weakref.ref(self))
-            # A context of its own: what runs in the background is no part of the call that began it.
+            # An empty context: the renewal is no part of the call that caused it.
             self._timer = asyncio.get_running_loop().call_later(seconds, call, context=contextvars.Context())
 
     def renew_in_background(self) -> None:
-        """Begin an attempt that is nobody's."""
+        """Begin a renewal that no request waits for."""
         if not self._is_stopped:
             self._attempt = asyncio.create_task(self._try_to_renew())
 

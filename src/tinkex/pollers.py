@@ -4,8 +4,9 @@ It is a convenience, and nothing depends on it alone. A sample that it cannot sp
 poll fails, when a result is too large to come along, and when a sample has waited so long that the server may have
 forgotten about it (one that was restarted before its first word looks like one with nothing to say).
 
-The server keeps results until they are acknowledged. While samples are waited for, each poll acknowledges those before
-it. When none is, one poll with a timeout of 0 does, and then nothing is sent until the next sample.
+The server keeps results until they are acknowledged. While samples are waited for, each poll
+acknowledges the results of earlier ones. When none is, one poll with a timeout of 0 acknowledges the
+rest, and nothing is sent until the next sample.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ DOUBT_SECONDS = 60.0
 DOUBTED = 16
 """How many samples are, in each such time; if the poll missed one of them, all that have waited as long are."""
 ACK_DELAY = 0.2
-"""Seconds without a waiting sample before results are acknowledged: the next sample's poll does it for nothing."""
+"""Seconds without a waiting sample before results are acknowledged: the next poll may do it."""
 LAST_ACK_SECONDS = 2.0
 """Seconds that closing waits for the last acknowledgement."""
 MOST_FETCHED = 10_000
@@ -232,11 +233,11 @@ class BatchPoller:
 
     @property
     def _owes(self) -> bool:
-        """Whether the server has not been told of everything that came."""
+        """Whether there are results that were not acknowledged."""
         return self.is_usable and (bool(self._fetched) or self._acknowledged != self._cursor)
 
     def _acknowledge_later(self) -> None:
-        """Acknowledge what came, unless a sample is waited for soon."""
+        """Acknowledge results after a short time without a waiting sample."""
         if self._timer is None and self._owes:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(ACK_DELAY, self._acknowledge_now)
@@ -247,7 +248,7 @@ class BatchPoller:
             self._task = runtime().task(self._acknowledge())
 
     async def _acknowledge(self) -> None:
-        """Poll without being held, until all is acknowledged; what fails is left to the next poll."""
+        """Poll with timeout 0 until all is acknowledged; leave failures to the next poll."""
         try:
             while self._owes and not self._waiting:
                 await self._poll(timeout=0.0)
@@ -260,7 +261,7 @@ class BatchPoller:
             self._task = runtime().task(self._run())
 
     async def flush(self) -> None:
-        """Acknowledge what came, as far as that takes little time: nothing is sent after this."""
+        """Acknowledge all results before the connections close; give up after a short time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_ACK_SECONDS):
                 if self._task is not None and not self._waiting:
@@ -270,7 +271,7 @@ class BatchPoller:
                     await asyncio.wait({self._task})
 
     def _flush_soon(self) -> None:
-        """In any thread: acknowledge what came, since the client has been collected."""
+        """Acknowledge all results after the client was collected; safe in any thread."""
         if self._owes:
             runtime().release(self.flush())
 

@@ -24,7 +24,7 @@ QUIET_SECONDS = 60.0
 """How long the log says nothing more about the same client."""
 
 GRACE_SECONDS: dict[str, float] = {"Sampling": 0.0, "Training": 900.0}
-"""How long the same state has to last before the log mentions it: training often waits for a while."""
+"""How long the same state must last before it is logged: training often waits for a while."""
 
 REMEMBERED = 10_000
 """Of how many clients the log remembers when it last spoke of them."""
@@ -67,7 +67,7 @@ Observer: TypeAlias = ReasonObserver | StateObserver | MetadataObserver | Callab
 class QueueStateLogger:
     """Warns that a client is held up and why, at most once a minute for each; safe in any thread.
 
-    A pause is mentioned when the same state has lasted for a time: 15 minutes for training, none for sampling.
+    A pause of training is logged when the same state has lasted 15 minutes, one of sampling at once.
 
     Args:
         kind: What is held up; it begins the message and picks the usual reasons.
@@ -91,7 +91,7 @@ class QueueStateLogger:
         *,
         name: str | None = None,
     ) -> None:
-        """Warn, unless work goes on, the pause is young, or a warning about this client is less than a minute old.
+        """Warn of a pause that has lasted long enough, once a minute for each client.
 
         Args:
             queue_state: The state, or its text.

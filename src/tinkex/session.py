@@ -160,7 +160,7 @@ class Session:
         await self._opening
 
     async def _open(self) -> None:
-        forget_caller()  # the session is for all calls, and so is what runs in the background from here on
+        forget_caller()  # the session and its background work are shared by all calls
         runtime().at_stop(weakref.WeakMethod(self._abandon))
         await self._configure()
         if not self.is_shadow:
@@ -307,7 +307,7 @@ class Session:
         return reply
 
     async def run(self, op: Operation, request: Any) -> Any:
-        """Submit an operation that makes something, and wait for its result; a long pause is logged."""
+        """Submit an operation, wait for its result, and log a long pause."""
         number = getattr(request, "model_seq_id", None)
         name = self.session_id if number is None else f"{self.session_id}:train:{number}"
         listener = functools.partial(self._pauses.on_queue_state_change, name=name)

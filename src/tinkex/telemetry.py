@@ -681,7 +681,7 @@ class Reporter:
         return batch
 
     async def _deliver(self, batch: list[TelemetryEvent]) -> None:
-        """Send a batch, again and again if need be; a batch that is refused or cannot be sent is dropped."""
+        """Send a batch, again if that fails; a refused batch is dropped at once."""
         request = TelemetryBatch(
             events=batch,
             platform=platform.system(),

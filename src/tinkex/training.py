@@ -281,7 +281,7 @@ class TrainingClient:
         return self._session.telemetry
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None = None) -> None:
-        """Log a pause of the server's queue for this run that lasts 15 minutes, once a minute at most from then on.
+        """Log a pause of the server's queue that lasts 15 minutes, then once a minute.
 
         It is called for every word about the queue, and with "active" at the end of each request.
 

@@ -1,7 +1,7 @@
 """Names the public method that requests are made for, in two headers of each request.
 
-The outermost call of a public method gives its name to every request that it causes. The name is kept in a context
-variable, which tasks inherit. What runs in the background for nobody in particular has no name.
+The outermost call of a public method names every request that it causes. The name is kept in a
+context variable, which tasks inherit. Background work of a session has no name.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _method: contextvars.ContextVar[str | None] = contextvars.ContextVar("tinkex_met
 def name_requests(client: type[C], owner: str = "") -> type[C]:
     """Have the public methods of a class name the requests that they cause.
 
-    Functions that the class itself defines are replaced by functions with the same name, signature and annotations.
-    Properties, static methods and what begins with an underscore are left alone.
+    Functions that the class itself defines are replaced by functions with the same name, signature
+    and annotations. Properties, static methods and private names are left alone.
 
     Args:
         client: The class.
@@ -53,12 +53,12 @@ def name_requests(client: type[C], owner: str = "") -> type[C]:
 
 
 def forget_caller() -> None:
-    """Have what this task does from now on be nobody's."""
+    """Remove the name in this task: its later requests belong to no method."""
     _method.set(None)
 
 
 def headers_of(operation: str) -> dict[str, str]:
-    """Return the headers that name the method a request is made for; none where there is no such method."""
+    """Return the headers that name a request's method; empty if there is none."""
     method = _method.get()
     if method is None or operation in UNNAMED:
         return {}
@@ -66,9 +66,9 @@ def headers_of(operation: str) -> dict[str, str]:
 
 
 def _naming(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the function that stands in front of a public method.
+    """Make the function that wraps a public method.
 
-    The variable holds None again afterwards, since only the outermost call sets it.
+    The variable is None again afterwards, since only the outermost call sets it.
     """
     method, coroutine_type = _method, types.CoroutineType
 

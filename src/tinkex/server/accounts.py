@@ -129,7 +129,7 @@ class Accounts:
         return self._closed
 
     async def account(self, credential: str | None) -> Account:
-        """Return whose a key or token is; refuse one that is missing, unknown, expired or revoked with 401."""
+        """Return the account of a key or token; refuse others with 401."""
         if not credential:
             raise Refusal(401, "this server needs an API key: send it as X-API-Key (TINKER_API_KEY in clients)")
         if credential.startswith("eyJ"):
