@@ -48,7 +48,7 @@ def main() -> None:
         print(f"this server takes up to {most} examples in one request")
 
     with ServiceClient(base_url=common.BASE_URL) as service:
-        client = service.create_lora_training_client(common.base_model(service), rank=8)
+        client = service.create_lora_training_client(common.base_model(), rank=8).result()
         passed = client.forward_backward(one_token_data(RUN_COUNT), "cross_entropy")
         stepped = client.optim_step(AdamParams(learning_rate=2e-4, weight_decay=0.01, grad_clip_norm=1.0))
         output, metrics = passed.result(), stepped.result().metrics or {}

@@ -17,18 +17,18 @@ PATHS = [path.strip() for path in common.text("TINKER_CHECKPOINT_PATHS").split("
 
 async def one_of_each(service: ServiceClient) -> None:
     """Make a sampler and a training run at the same time; save the run, and restore it."""
-    model = await asyncio.to_thread(common.base_model, service, "meta-llama/Llama-3.2-1B")
+    model = await asyncio.to_thread(common.base_model, "meta-llama/Llama-3.2-1B")
     began = time.monotonic()
     sampler, trainer = await asyncio.gather(
-        service.create_sampling_client_async(base_model=model),
-        service.create_lora_training_client_async(model, rank=32),
+        service.create_sampling_client(base_model=model),
+        service.create_lora_training_client(model, rank=32),
     )
     print(f"✓ sampling client {sampler.sampling_session_id}")
     print(f"✓ LoRA training client {trainer.model_id}")
     # A method of a training client returns a future, which is awaited for the result.
     saved = await trainer.save_state("async_demo_checkpoint", ttl_seconds=common.DAY, overwrite=True)
     print(f"✓ saved {saved.path}")
-    restored = await service.create_training_client_from_state_async(saved.path)
+    restored = await service.create_training_client_from_state(saved.path)
     print(f"✓ restored as {restored.model_id}")
     print(f"elapsed: {time.monotonic() - began:.2f} s; 4 of 4 succeeded")
     common.proof(restored.model_id != trainer.model_id, "the checkpoint became a run of its own")
@@ -39,7 +39,7 @@ async def one_per_path(service: ServiceClient) -> None:
 
     async def make(path: str) -> SamplingClient | TinkerError:
         try:
-            return await service.create_sampling_client_async(model_path=path)
+            return await service.create_sampling_client(model_path=path)
         except TinkerError as error:
             return error
 

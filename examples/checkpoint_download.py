@@ -56,7 +56,7 @@ def first_listed(rest: RestClient) -> str | None:
 def new_checkpoint(rest: RestClient) -> str:
     """Train one step and save it."""
     with ServiceClient(base_url=common.BASE_URL) as service:
-        client = common.trained_a_little(service, common.base_model(service))
+        client = common.trained_a_little(service, common.base_model())
         path = client.save_weights_for_sampler("to-download", ttl_seconds=common.DAY).result().path
     if not can_be_fetched(rest, path, tries=6):
         common.fail(f"{path} was saved, and cannot be downloaded")

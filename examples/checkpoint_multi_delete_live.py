@@ -16,7 +16,7 @@ SAVE_SECONDS = 900
 def main() -> None:
     """Save twice, delete both."""
     with ServiceClient(base_url=common.BASE_URL) as service, RestClient(base_url=common.BASE_URL) as rest:
-        client = service.create_lora_training_client(common.base_model(service), rank=8)
+        client = service.create_lora_training_client(common.base_model(), rank=8).result()
         names = ("multi-delete-1", "multi-delete-2")
         saves = [client.save_state(name, ttl_seconds=common.DAY, overwrite=True) for name in names]
         paths = [save.result(SAVE_SECONDS).path for save in saves]

@@ -25,7 +25,7 @@ def main() -> None:
     with ServiceClient(base_url=common.BASE_URL) as service, RestClient(base_url=common.BASE_URL) as rest:
         if not rest.list_user_checkpoints(limit=1).result().checkpoints:
             print("there are no checkpoints yet: saving one")
-            client = service.create_lora_training_client(common.base_model(service), rank=8)
+            client = service.create_lora_training_client(common.base_model(), rank=8).result()
             client.save_state("something-to-list", ttl_seconds=common.DAY).result()
 
         common.section("The first 20")

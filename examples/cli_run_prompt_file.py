@@ -10,7 +10,6 @@ from pathlib import Path
 
 import common
 
-from tinkex import ServiceClient
 from tinkex.cli import run
 
 PROMPT = common.text("TINKER_PROMPT", "Hello from a prompt file")
@@ -24,8 +23,7 @@ def prompt_text() -> str:
 
 def main() -> None:
     """Write a prompt, sample, and read the samples."""
-    with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
+    model = common.base_model()
     with tempfile.TemporaryDirectory(prefix="tinkex-") as directory:
         prompt, output = Path(directory, "prompt.txt"), Path(directory, "samples.json")
         prompt.write_text(prompt_text(), encoding="utf-8")

@@ -7,7 +7,6 @@ common.py. The key, if there is one, is passed on and never printed in full.
 
 import common
 
-from tinkex import ServiceClient
 from tinkex.cli import run
 
 PROMPT = common.text("TINKER_PROMPT", "Hello from the CLI runner")
@@ -16,8 +15,7 @@ NUM_SAMPLES = common.whole("TINKER_NUM_SAMPLES", 1)
 
 def main() -> None:
     """Run the command, and look at what it returns."""
-    with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
+    model = common.base_model()
     words = ["run", "--base-model", model, "--prompt", PROMPT]
     words += ["--max-tokens", str(common.whole("TINKER_MAX_TOKENS", 64))]
     words += ["--temperature", str(common.number("TINKER_TEMPERATURE", 0.7))]

@@ -23,6 +23,7 @@ from tinkex import (
     Datum,
     HttpClient,
     ModelInput,
+    RestClient,
     SampledSequence,
     ServiceClient,
     TinkerError,
@@ -75,11 +76,17 @@ BASE_URL = text("TINKER_BASE_URL") or (None if API_KEY else "local")
 IS_LOCAL = BASE_URL == "local"
 
 
-def base_model(service: ServiceClient, wanted: str = LLAMA) -> str:
+def offered_models() -> list[str]:
+    """Return the names of the models that the server offers."""
+    with RestClient(base_url=BASE_URL) as rest:
+        return [name for name in rest.get_server_capabilities().result().model_names() if name]
+
+
+def base_model(wanted: str = LLAMA) -> str:
     """The model to use: the one in TINKER_BASE_MODEL, else the wanted one, else the first that the server offers."""
     if named := text("TINKER_BASE_MODEL"):
         return named
-    offered = [name for name in service.get_server_capabilities().model_names() if name]
+    offered = offered_models()
     if not offered:
         fail("the server offers no models; name one in TINKER_BASE_MODEL")
     return wanted if wanted in offered else offered[0]
@@ -167,7 +174,7 @@ def show_samples(sequences: list[SampledSequence], tokenizer: tokenizers.Tokeniz
 
 def trained_a_little(service: ServiceClient, model: str, rank: int = 8) -> TrainingClient:
     """A new run that has made one step, for examples that need something to save."""
-    client = service.create_lora_training_client(model, rank=rank)
+    client = service.create_lora_training_client(model, rank=rank).result()
     data = [next_token_datum(tokenizer_of(model).encode("The quick brown fox jumps over the lazy dog."))]
     client.forward_backward(data, "cross_entropy")
     client.optim_step(AdamParams(learning_rate=1e-3)).result()

@@ -23,8 +23,8 @@ def negative_log_likelihood(data: list[Datum], logprobs: list[torch.Tensor]) -> 
 def main() -> None:
     """One pass with the custom loss, one optimizer step."""
     with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
-        client = service.create_lora_training_client(model, rank=16)
+        model = common.base_model()
+        client = service.create_lora_training_client(model, rank=16).result()
         tokens = common.tokenizer_of(model).encode(PROMPT)
         print(f"training {model} on {PROMPT!r} ({len(tokens)} tokens)")
 

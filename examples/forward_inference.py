@@ -14,8 +14,8 @@ PROMPT = common.text("TINKER_PROMPT", "Hello from forward inference!")
 def main() -> None:
     """Compute and describe the log-probabilities."""
     with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
-        client = service.create_lora_training_client(model, rank=16)
+        model = common.base_model()
+        client = service.create_lora_training_client(model, rank=16).result()
         datum = common.next_token_datum(common.tokenizer_of(model).encode(PROMPT))
         print(f"forward pass of {model} over {PROMPT!r}")
         output = client.forward([datum], "cross_entropy").result()

@@ -23,10 +23,10 @@ KIMI = "moonshotai/Kimi-K2-Thinking"
 PROMPT = common.text("TINKER_PROMPT", "Say hi")
 
 
-def advertised(service: ServiceClient, model: str) -> bool:
+def advertised(model: str) -> bool:
     """Whether the server offers a model; one that cannot say is given a try."""
     try:
-        return model in service.get_server_capabilities().model_names()
+        return model in common.offered_models()
     except TinkerError as error:
         print(f"the server does not say what it offers ({error.format()}): trying anyway")
         return True
@@ -64,11 +64,11 @@ def main() -> None:
         model = common.text("TINKER_BASE_MODEL")
         if not tokenizers.kimi_tokenizer(tokenizers.get_tokenizer_id(model)):
             model = KIMI  # whatever else may be set: this is about Kimi
-        if advertised(service, model):
+        if advertised(model):
             print(f"model: {model}")
             ids = round_trip()
         elif common.IS_LOCAL:
-            model = common.base_model(service)
+            model = common.base_model()
             print(f"model: {model}, with a small stand-in for Kimi's tokenizer")
             with tempfile.TemporaryDirectory() as directory:
                 ids = round_trip(**stand_in_files(Path(directory))) and common.tokenizer_of(model).encode(PROMPT)
@@ -81,7 +81,7 @@ def main() -> None:
         params = SamplingParams(
             max_tokens=common.whole("TINKER_MAX_TOKENS", 32), temperature=common.number("TINKER_TEMPERATURE", 0.7)
         )
-        sampler = service.create_sampling_client(base_model=model)
+        sampler = service.create_sampling_client(base_model=model).result()
         count, timeout = common.whole("TINKER_NUM_SAMPLES", 1), common.whole("TINKER_SAMPLE_TIMEOUT", 60_000) / 1000
         response = sampler.sample(ModelInput.from_ints(ids), count, params, timeout=timeout).result()
         for index, sequence in enumerate(response.sequences, 1):

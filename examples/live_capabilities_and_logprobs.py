@@ -6,7 +6,7 @@ Settings: TINKER_PROMPT; where to go: see common.py.
 
 import common
 
-from tinkex import HttpClient, ModelInput, ServiceClient
+from tinkex import HttpClient, ModelInput, RestClient, ServiceClient
 
 PROMPT = common.text("TINKER_PROMPT", "Hello from Tinkex!")
 
@@ -15,7 +15,8 @@ def main() -> None:
     """Ask for capabilities and health, then score a prompt."""
     with ServiceClient(base_url=common.BASE_URL) as service, HttpClient(base_url=common.BASE_URL) as http:
         common.section("Server capabilities")
-        capabilities = service.get_server_capabilities()
+        with RestClient(base_url=common.BASE_URL) as rest:  # it needs no session
+            capabilities = rest.get_server_capabilities().result()
         for supported in capabilities.supported_models:
             print(
                 f"- {supported.model_name}: context {supported.max_context_length}, "
@@ -29,10 +30,10 @@ def main() -> None:
         common.proof(health["status"] in ("ok", "ready"), "the server is healthy")
 
         common.section("Prompt log-probabilities")
-        model = common.base_model(service)
+        model = common.base_model()
         tokenizer = common.tokenizer_of(model)
         tokens = tokenizer.encode(PROMPT)
-        sampler = service.create_sampling_client(base_model=model)
+        sampler = service.create_sampling_client(base_model=model).result()
         logprobs = sampler.compute_logprobs(ModelInput.from_ints(tokens), timeout=60).result()
         print(f"{model}: {PROMPT!r}")
         for token, logprob in zip(tokens, logprobs, strict=True):

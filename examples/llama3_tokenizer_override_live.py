@@ -26,13 +26,13 @@ def main() -> None:
     )
 
     with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
+        model = common.base_model()
         common.section(f"Sampling from {model}")
         tokenizer = common.tokenizer_of(model)
         print(f"tokenizer id: {tokenizers.get_tokenizer_id(model)}")
         ids = tokenizer.encode(PROMPT)
         print(f"prompt: {PROMPT!r}\nids:    {ids}")
-        sampler = service.create_sampling_client(base_model=model)
+        sampler = service.create_sampling_client(base_model=model).result()
         params = SamplingParams(max_tokens=16, temperature=0.7)
         response = sampler.sample(ModelInput.from_ints(ids), 1, params, timeout=60).result()
         texts = common.show_samples(response.sequences, tokenizer)

@@ -16,9 +16,9 @@ def main() -> None:
     """Sample, then look at the numbers."""
     metrics.reset()  # counting begins with the first call of any of these functions
     with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
+        model = common.base_model()
         tokenizer = common.tokenizer_of(model)
-        sampler = service.create_sampling_client(base_model=model)
+        sampler = service.create_sampling_client(base_model=model).result()
         params = SamplingParams(
             max_tokens=common.whole("TINKER_MAX_TOKENS", 32), temperature=common.number("TINKER_TEMPERATURE", 0.7)
         )

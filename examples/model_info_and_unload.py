@@ -11,7 +11,7 @@ from typing import Any
 
 import common
 
-from tinkex import APIStatusError, HttpClient, LoraConfig, ServiceClient, tokenizers, types
+from tinkex import APIStatusError, HttpClient, LoraConfig, tokenizers, types
 
 POLLS = 60
 
@@ -46,8 +46,8 @@ def unload(http: HttpClient, model_id: str) -> None:
 
 def main() -> None:
     """Make the calls in their order."""
-    with HttpClient(base_url=common.BASE_URL) as http, ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
+    with HttpClient(base_url=common.BASE_URL) as http:
+        model = common.base_model()
         session = http.post("create_session", types.CreateSessionRequest(tags=["example"])).result()
         print(f"session {session['session_id']}")
 

@@ -37,9 +37,9 @@ def expected_tokens() -> int | None:
     return int(said)
 
 
-def model_that_sees(service: ServiceClient) -> str | None:
+def model_that_sees() -> str | None:
     """A model that takes images: the one that is set or a preferred one, else any whose name says so."""
-    offered = [name for name in service.get_server_capabilities().model_names() if name]
+    offered = common.offered_models()
     known = [name for name in PREFERRED if name in offered]
     by_name = [
         name
@@ -56,7 +56,7 @@ def sample_with_image(service: ServiceClient, model: str) -> None:
     image = ImageChunk(data=IMAGE.read_bytes(), format="png" if is_png else "jpeg", expected_tokens=expected_tokens())
     prompt = ModelInput.from_ints(tokenizer.encode("What is in this picture? ")).append(image)
     print(f"model {model}, image {IMAGE.name} ({len(image.data)} bytes)")
-    sampler = service.create_sampling_client(base_model=model)
+    sampler = service.create_sampling_client(base_model=model).result()
     response = sampler.sample(prompt, 1, SamplingParams(max_tokens=8), timeout=60).result()
     print(f"tokens: {[sequence.tokens for sequence in response.sequences]}")
     common.show_samples(response.sequences, tokenizer)
@@ -66,7 +66,7 @@ def sample_with_image(service: ServiceClient, model: str) -> None:
 def resumed(service: ServiceClient, path: str) -> TrainingClient | None:
     """A run that goes on from a checkpoint; None, and the reason printed, when that cannot be."""
     try:
-        client = service.create_training_client_from_state_with_optimizer(path)
+        client = service.create_training_client_from_state_with_optimizer(path).result()
     except (TinkerError, ValueError) as error:
         reason = error.format() if isinstance(error, TinkerError) else str(error)
         print(f"cannot resume from {path}: {reason}")
@@ -92,7 +92,7 @@ def resume_from_somewhere(service: ServiceClient, rest: RestClient) -> tuple[str
             return path, client
     print("no checkpoint to resume from: saving one")
     path = (
-        common.trained_a_little(service, common.base_model(service))
+        common.trained_a_little(service, common.base_model())
         .save_state("to-resume", ttl_seconds=common.DAY)
         .result()
         .path
@@ -105,7 +105,7 @@ def main() -> None:
     """Both parts."""
     with ServiceClient(base_url=common.BASE_URL) as service, RestClient(base_url=common.BASE_URL) as rest:
         common.section("Text and image")
-        if model := model_that_sees(service):
+        if model := model_that_sees():
             sample_with_image(service, model)
         else:
             common.skipped("the part with the image: this server offers no model that takes images")

@@ -83,11 +83,11 @@ def main() -> None:
 
     common.section("A sample")
     with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
+        model = common.base_model()
         tokenizer = common.tokenizer_of(model)
         prompt = ModelInput.from_ints(tokenizer.encode(PROMPT))
         print(f"{PROMPT!r}: {prompt.length} tokens, {prompt.estimated_bytes} bytes")
-        sampler = service.create_sampling_client(base_model=model)
+        sampler = service.create_sampling_client(base_model=model).result()
         response = sampler.sample(prompt, 1, SamplingParams(max_tokens=32), timeout=60).result()
         common.show_samples(response.sequences, tokenizer)
     common.proof(response.sequences[0].tokens, "the sample came back")

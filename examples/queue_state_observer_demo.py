@@ -58,17 +58,17 @@ def main() -> None:
     common.proof(expected == TOLD, f"what was told: {TOLD if TOLD else 'a line in the log, and nothing else'}")
 
     with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
+        model = common.base_model()
         tokens = common.tokenizer_of(model).encode("Hello from the queue observers!")
         common.section("A sample")
-        sampler = service.create_sampling_client(base_model=model)
+        sampler = service.create_sampling_client(base_model=model).result()
         sampled = sampler.sample(
             ModelInput.from_ints(tokens), 1, SamplingParams(max_tokens=16), timeout=60, queue_state_observer=observer
         ).result()
         print(f"{len(sampled.sequences[0].tokens)} tokens")
 
         common.section("A training pass")
-        client = service.create_lora_training_client(model, rank=8)
+        client = service.create_lora_training_client(model, rank=8).result()
         options: Any = {} if observer is None else {"queue_state_observer": observer}
         passed = client.forward_backward([common.next_token_datum(tokens)], "cross_entropy", **options).result()
         print(f"metrics {passed.metrics}")

@@ -17,9 +17,9 @@ class OneLie(RestClient):
 
     told = False
 
-    async def get_training_run_async(self, training_run_id: str, access_scope: object = "owned") -> TrainingRun:
+    async def get_training_run(self, training_run_id: str, access_scope: object = "owned") -> TrainingRun:
         """What the server says, with a fault put in once."""
-        run = await super().get_training_run_async(training_run_id)
+        run = await super().get_training_run(training_run_id)
         if self.told:
             return run
         self.told = True
@@ -30,7 +30,7 @@ class OneLie(RestClient):
 def main() -> None:
     """Save, lose, recover, save again."""
     with ServiceClient(base_url=common.BASE_URL) as service, OneLie(base_url=common.BASE_URL) as rest:
-        client = common.trained_a_little(service, common.base_model(service))
+        client = common.trained_a_little(service, common.base_model())
         first = client.save_state("recovery-live-1", ttl_seconds=common.DAY).result().path
         print(f"saved {first}")
 

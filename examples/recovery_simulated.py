@@ -36,7 +36,7 @@ class Backend:
         self.checkpoints.append(saved)
         return saved
 
-    async def get_training_run_async(self, run_id: str) -> TrainingRun:
+    async def get_training_run(self, run_id: str) -> TrainingRun:
         """What a `RestClient` would answer."""
         return TrainingRun(
             training_run_id=run_id,
@@ -48,7 +48,7 @@ class Backend:
             last_checkpoint=self.checkpoints[-1],
         )
 
-    async def create_training_client_from_state_with_optimizer_async(self, path: str) -> Any:
+    async def create_training_client_from_state_with_optimizer(self, path: str) -> Any:
         """What a `ServiceClient` would make."""
         self.corrupted = False
         return SimpleNamespace(model_id=f"{RUN}-again", restored_from=path)

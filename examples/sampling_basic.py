@@ -17,8 +17,8 @@ TIMEOUT_MS = common.whole("TINKER_SAMPLE_TIMEOUT", 30_000)
 def main() -> None:
     """Draw samples and print them."""
     with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
-        sampler = service.create_sampling_client(base_model=model)
+        model = common.base_model()
+        sampler = service.create_sampling_client(base_model=model).result()
         tokenizer = common.tokenizer_of(model)  # or sampler.get_tokenizer()
 
         prompt = ModelInput.from_ints(tokenizer.encode(PROMPT))

@@ -19,18 +19,18 @@ def sampler_of(service: ServiceClient, client: TrainingClient) -> SamplingClient
     """A sampler of the run's weights as they are now."""
     if not TTL:
         print("saving the weights for this session")
-        return client.save_weights_and_get_sampling_client()
+        return client.save_weights_and_get_sampling_client().result()
     saved = client.save_weights_for_sampler("save-and-sample", ttl_seconds=TTL).result()
     print(f"saved {saved.path}, to expire in {TTL} s")
-    return service.create_sampling_client(model_path=saved.path)
+    return service.create_sampling_client(model_path=saved.path).result()
 
 
 def main() -> None:
     """Make a run, save it, sample."""
     with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service, "Qwen/Qwen3-8B")
+        model = common.base_model("Qwen/Qwen3-8B")
         print(f"a LoRA training client for {model}, rank {RANK}")
-        client = service.create_lora_training_client(model, rank=RANK)
+        client = service.create_lora_training_client(model, rank=RANK).result()
         sampler = sampler_of(service, client)
 
         tokenizer = sampler.get_tokenizer(backend="tokenizers")  # the sampler knows which model is under it

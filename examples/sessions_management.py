@@ -13,9 +13,9 @@ def main() -> None:
     """Open a session with a run and a sampler in it, then look at what there is."""
     # A RestClient looks things up and opens no session of its own.
     with ServiceClient(base_url=common.BASE_URL) as service, RestClient(base_url=common.BASE_URL) as rest:
-        model = common.base_model(service)
-        trainer = service.create_lora_training_client(model, rank=8)
-        sampler = service.create_sampling_client(base_model=model)
+        model = common.base_model()
+        trainer = service.create_lora_training_client(model, rank=8).result()
+        sampler = service.create_sampling_client(base_model=model).result()
 
         common.section("Sessions")
         sessions = rest.list_sessions(limit=10, access_scope="accessible").result().sessions

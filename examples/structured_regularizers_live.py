@@ -69,8 +69,8 @@ TERMS = [
 def main() -> None:
     """One step on the composed loss."""
     with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
-        client = service.create_lora_training_client(model, rank=16)
+        model = common.base_model()
+        client = service.create_lora_training_client(model, rank=16).result()
         data = [common.next_token_datum(common.tokenizer_of(model).encode(PROMPT))]
         print(f"training {model} on {PROMPT!r} with {len(TERMS)} regularizers")
         output = client.forward_backward_custom(data, base_loss, regularizers=TERMS).result()

@@ -31,9 +31,9 @@ def main() -> None:
         if not telemetry.is_enabled(http.config):
             common.skipped("telemetry is off: TINKER_TELEMETRY says so")
             return
-        model = common.base_model(service)
+        model = common.base_model()
         tokenizer = common.tokenizer_of(model)
-        sampler = service.create_sampling_client(base_model=model)
+        sampler = service.create_sampling_client(base_model=model).result()
         reporter = telemetry.init(service.session_id, http.config, common.TelemetryPost(http))
 
         logger = telemetry.attach_logger()

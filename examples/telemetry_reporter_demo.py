@@ -14,8 +14,8 @@ PROMPT = common.text("TINKER_PROMPT", "Explain telemetry in one sentence.")
 def main() -> None:
     """Seven steps."""
     with ServiceClient(base_url=common.BASE_URL) as service, HttpClient(base_url=common.BASE_URL) as http:
-        model = common.base_model(service)
-        sampler = service.create_sampling_client(base_model=model)
+        model = common.base_model()
+        sampler = service.create_sampling_client(base_model=model).result()
         post = common.TelemetryPost(http)
         reporter = telemetry.Reporter(post, service.session_id)
         print(f"1. a reporter for {reporter.session_id}")

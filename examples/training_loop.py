@@ -16,9 +16,9 @@ SAMPLE_PROMPT = common.text("TINKER_SAMPLE_PROMPT", "Hello from fine-tuned weigh
 def main() -> None:
     """Train one step and save."""
     with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
+        model = common.base_model()
         common.step(f"creating a LoRA training client for {model}, rank 16")
-        client = service.create_lora_training_client(model, rank=16)
+        client = service.create_lora_training_client(model, rank=16).result()
         tokenizer = common.tokenizer_of(model)  # or client.get_tokenizer()
         tokens = tokenizer.encode(PROMPT)
         common.step(f"tokenised {PROMPT!r}: {len(tokens)} tokens")
@@ -41,7 +41,7 @@ def main() -> None:
         )
 
         if common.flag("TINKER_SAMPLE_AFTER_TRAIN"):
-            sampler = service.create_sampling_client(model_path=saved.path)
+            sampler = service.create_sampling_client(model_path=saved.path).result()
             prompt = ModelInput.from_ints(tokenizer.encode(SAMPLE_PROMPT))
             response = sampler.sample(prompt, 1, SamplingParams(max_tokens=32), timeout=60).result()
             common.step(f"sampled from the trained weights: {SAMPLE_PROMPT!r}")

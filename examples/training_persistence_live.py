@@ -17,7 +17,7 @@ STEP = AdamParams(learning_rate=1e-3)
 def main() -> None:
     """Train, save, load twice, and compare what the runs do next."""
     with ServiceClient(base_url=common.BASE_URL) as service:
-        model = common.base_model(service)
+        model = common.base_model()
         client = common.trained_a_little(service, model)
         data = [common.next_token_datum(common.tokenizer_of(model).encode("A sentence to train on, twice."))]
 
@@ -30,14 +30,14 @@ def main() -> None:
 
         # Into a run that is there. The hosted service takes this as a run's first operation only, and wants programs
         # to use the other way, hence the warning that is silenced here.
-        other = service.create_lora_training_client(model, rank=8)
+        other = service.create_lora_training_client(model, rank=8).result()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             loaded = other.load_state_with_optimizer(saved.path).result()
         print(f"reloaded {loaded.path}")
         common.proof(loaded.path == saved.path, "its state was loaded into another run")
 
-        restored = service.create_training_client_from_state_with_optimizer(saved.path)
+        restored = service.create_training_client_from_state_with_optimizer(saved.path).result()
         print(f"new client {restored.model_id}")
         common.proof(restored.model_id not in (client.model_id, other.model_id), "a new run was made of it")
 

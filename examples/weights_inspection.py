@@ -12,7 +12,7 @@ from tinkex import RestClient, ServiceClient
 
 def something_to_look_at(service: ServiceClient) -> str:
     """Save a little run, so that there is something; its rank is 8."""
-    client = common.trained_a_little(service, common.base_model(service))
+    client = common.trained_a_little(service, common.base_model())
     client.save_state("to-inspect", ttl_seconds=common.DAY).result()
     return client.save_weights_for_sampler("to-inspect", ttl_seconds=common.DAY).result().path
 
@@ -59,7 +59,7 @@ def main() -> None:
         common.section("A sampler")
         sampler_id = common.text("TINKER_SAMPLER_ID")
         if not sampler_id and made:
-            sampler_id = service.create_sampling_client(model_path=made).sampling_session_id
+            sampler_id = service.create_sampling_client(model_path=made).result().sampling_session_id
         if sampler_id:
             sampler = rest.get_sampler(sampler_id).result()
             print(f"{sampler.sampler_id}: {sampler.base_model}, weights {sampler.model_path}")

@@ -167,7 +167,7 @@ def train(client: Any, types: Any, data: list[Any], steps: int) -> list[float]:
 def whole_loop(service: Any, types: Any) -> None:
     """Create, train, save, resume bit-equal, sample, score, custom loss."""
     data = make_data(types)
-    client = service.create_lora_training_client(MODEL, rank=4, seed=7)
+    client = service.create_lora_training_client(MODEL, rank=4, seed=7).result()
     losses = train(client, types, data, 4)
     assert losses[-1] < 0.8 * losses[0]
     assert losses == sorted(losses, reverse=True)
@@ -176,14 +176,14 @@ def whole_loop(service: Any, types: Any) -> None:
     assert state.startswith("tinker://")
     assert state.endswith("/weights/resume")
     straight = train(client, types, data, 3)
-    resumed = service.create_training_client_from_state_with_optimizer(state)
+    resumed = service.create_training_client_from_state_with_optimizer(state).result()
     assert train(resumed, types, data, 3) == straight
-    weights_only = service.create_training_client_from_state(state)
+    weights_only = service.create_training_client_from_state(state).result()
     assert train(weights_only, types, data, 3) != straight
 
     sampler_path = client.save_weights_for_sampler("final").result(60).path
     assert sampler_path.endswith("/sampler_weights/final")
-    sampler = service.create_sampling_client(model_path=sampler_path)
+    sampler = service.create_sampling_client(model_path=sampler_path).result()
     prompt = types.ModelInput.from_ints([5, 6, 7, 8])
     params = types.SamplingParams(max_tokens=6, seed=3, temperature=0.9)
     drawn = sampler.sample(prompt=prompt, num_samples=3, sampling_params=params).result(60)
@@ -191,7 +191,7 @@ def whole_loop(service: Any, types: Any) -> None:
     assert len({tuple(sequence.tokens) for sequence in drawn.sequences}) > 1
     assert len({sequence.sequence_id for sequence in drawn.sequences}) == 3
 
-    nameless = client.save_weights_and_get_sampling_client()
+    nameless = client.save_weights_and_get_sampling_client().result()
     again = nameless.sample(prompt=prompt, num_samples=3, sampling_params=params).result(60)
     assert [s.tokens for s in again.sequences] == [s.tokens for s in drawn.sequences]
     train(client, types, data, 2)

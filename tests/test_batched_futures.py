@@ -36,10 +36,11 @@ HANDLERS_CONFIG = handlers.client_config
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Wire]]:
-    """Starts servers on the test's data directory; polls are held until something has ended."""
+    """Starts a server on the test's data directory, after the one before has ended; its polls are held."""
     with ExitStack() as stack:
 
         def start(engine: FakeEngine | None = None, limits: Limits | None = None) -> Wire:
+            stack.close()
             limits = limits or Limits(poll_seconds=15, gap_seconds=30)
             return Wire(stack.enter_context(serving(engine or FakeEngine(), tmp_path, limits=limits)))
 
@@ -801,7 +802,7 @@ import pickle, time, tinker
 prompt = tinker.types.ModelInput.from_ints([1, 2, 3])
 params = tinker.types.SamplingParams(max_tokens=3, seed=1)
 with tinker.ServiceClient() as service:
-    sampler = service.create_sampling_client(base_model="fake")
+    sampler = service.create_sampling_client(base_model="fake").result()
     futures = [sampler.sample(prompt=prompt, num_samples=2, sampling_params=params) for _ in range(40)]
     results = [future.result(30) for future in futures]
     assert all(len(result.sequences) == 2 for result in results)

@@ -146,12 +146,12 @@ def test_nothing_is_polled_when_nobody_waits_any_more(fake_url: Callable[..., st
         poller = sampler._poller
         assert poller is not None
         wait_until(lambda: len(poller._waiting) == 3)
-        endless[0].cancel()
+        endless[0].future().cancel()
         time.sleep(0.05)
         task = poller._task
         assert task is not None
-        endless[1].cancel()
-        endless[2].cancel()
+        endless[1].future().cancel()
+        endless[2].future().cancel()
         wait_until(lambda: poller._task is None and task.done())
         assert left_behind(sampler) == {}
         settled(lambda: paths["retrieve_futures"])
@@ -169,7 +169,7 @@ def test_cancelled_samples_leave_nothing_behind_while_others_go_on(fake_url: Cal
             kept += [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=4, seed=3)) for _ in range(5)]
             time.sleep(0.01)
             for future in doomed:
-                future.cancel()
+                future.future().cancel()
         assert len({str(value) for value in values(kept)}) == 1
         wait_until(lambda: left_behind(sampler) == {})
 
@@ -377,7 +377,7 @@ def test_a_server_that_does_not_hold_its_polls_is_not_asked_in_a_hot_loop(faulty
         time.sleep(0.6)
         polls = len(samples.polls())
         assert polls <= 8 * (time.monotonic() - began) / 0.6
-        future.cancel()
+        future.future().cancel()
 
 
 @pytest.mark.covers("W21")
@@ -391,7 +391,7 @@ def test_the_last_one_to_give_up_hangs_up(faulty: FaultyServer) -> None:
         assert sampler._poller is not None
         task = sampler._poller._task
         assert task is not None
-        future.cancel()
+        future.future().cancel()
         wait_until(task.done)
 
 
@@ -433,7 +433,7 @@ def test_few_are_asked_for_by_themselves_while_the_poll_is_right(
         fetched = samples.fetched()
         assert fetched <= 2 * (time.monotonic() - began) / 0.3
         for future in futures:
-            future.cancel()
+            future.future().cancel()
         wait_until(lambda: left_behind(sampler) == {})
 
 

@@ -498,6 +498,7 @@ def test_methods_of_rest_clients_all_say_that_they_give_futures() -> None:
 
 
 @pytest.mark.covers("U34")
+@pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")
 def test_blocking_on_tinkexs_own_loop_is_refused(held: Held, caplog: pytest.LogCaptureFixture) -> None:
     future = held.training()
 

@@ -41,6 +41,8 @@ def untouched() -> Iterator[None]:
     """A process that has not heard of tinker yet, and is afterwards as it was."""
     known = {name: sys.modules.pop(name) for name in list(sys.modules) if NAMES.match(name)}
     meta_path, path, environment = list(sys.meta_path), list(sys.path), os.environ.copy()
+    # Other tests import every module, and this one installs itself.
+    sys.meta_path[:] = [finder for finder in meta_path if type(finder).__module__ != "tinkex.compat"]
     yield
     sys.meta_path[:], sys.path[:] = meta_path, path
     os.environ.clear()
@@ -344,7 +346,7 @@ def test_what_only_our_clients_have_is_awaited_all_the_same(fake_service: Callab
     load: Any = {"load_fun": lambda name, options: given}
 
     async def both() -> list[Any]:
-        sampler = await training.save_weights_and_get_sampling_client_async()
+        sampler = await training.save_weights_and_get_sampling_client()
         return [await training.get_tokenizer_async(**load), await sampler.get_tokenizer_async(**load)]
 
     assert asyncio.run(both()) == [given, given]

@@ -58,12 +58,11 @@ def known_names() -> dict[str, Any]:
     image = types.ImageChunk(data=b"x", format="png", expected_tokens=3)
     tensor = tinker.TensorData(data=[1.0, 2.0], dtype="float32", shape=[2])
     datum = tinker.Datum(model_input=text, loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]})
-    steps = ["forward", "forward_backward", "optim_step", "save_state", "save_weights_for_sampler", "load_state"]
+    saves = ["save_state", "save_weights_for_sampler", "save_weights_external", "save_weights_and_get_sampling_client"]
+    steps = ["forward", "forward_backward", "forward_backward_custom", "optim_step"]
     TRACED = {
-        "TrainingClient": [
-            f"{name}_async" for name in (*steps[:5], "forward_backward_custom", "create_sampling_client")
-        ],
-        "SamplingClient": ["sample_async", "compute_logprobs_async", "get_base_model_async"],
+        "TrainingClient": [*steps, *saves, "get_info", "create_sampling_client"],
+        "SamplingClient": ["sample", "compute_logprobs", "get_base_model"],
     }
     CAPTURED = {
         "TrainingClient": ["forward_backward", "forward_backward_async", "optim_step", "save_weights_for_sampler"],
@@ -81,6 +80,26 @@ def known_names() -> dict[str, Any]:
 
         async def result_async(self, timeout: float | None = None) -> int:
             return self.value
+
+        def future(self) -> Any:
+            done: concurrent.futures.Future[int] = concurrent.futures.Future()
+            done.set_result(self.value)
+            return done
+
+    class Unfinished(tinker.APIFuture):  # type: ignore[name-defined, misc]
+        """One that lacks `future`."""
+
+        result, result_async = Own.result, Own.result_async
+
+    def traced(client: Any) -> list[str]:
+        """Return the methods that the cookbook's tracing would wrap, by its own rule."""
+        found = []
+        for name, method in vars(client).items():
+            if not inspect.isfunction(method) or name.startswith(("_", "load_state")) or name.endswith("_async"):
+                continue
+            if "Future" in str(inspect.signature(method).return_annotation) or name in ("get_info", "get_base_model"):
+                found.append(name)
+        return sorted(found)
 
     def again(value: Any) -> Any:
         return pickle.loads(pickle.dumps(value))
@@ -187,7 +206,10 @@ class Walk:
             ),
         )
         self.service = made
-        self.training = made.create_lora_training_client("fake", rank=4, seed=1, user_metadata={"renderer_name": "r"})
+        creating = made.create_lora_training_client("fake", rank=4, seed=1, user_metadata={"renderer_name": "r"})
+        self.training = creating.result()
+        kinds = (tinker.TrainingClient, tinker.APIFuture, tinker.BackcompatTrainingClientFuture)
+        self.seen["a new client"] = [[isinstance(one, kind) for kind in kinds] for one in (creating, self.training)]
         self.train()
         self.sample()
         self.rest()
@@ -196,6 +218,7 @@ class Walk:
         closing = made.close("success", detail="over")
         self.seen["close"] = [isinstance(closing, tinker.APIFuture), closing.result(), made.close("success").result()]
         self.seen["after the end"] = self.refused(lambda: made.create_sampling_client(base_model="fake"))
+        self.seen["info after the end"] = self.training.get_info().model_data.model_name
         return self.seen
 
     def train(self) -> None:
@@ -206,10 +229,10 @@ class Walk:
         async def pipelined() -> str:
             calls = []
             for _ in range(2):
-                calls.append(await training.forward_backward_async([datum, datum], loss_fn="cross_entropy"))
-                calls.append(await training.optim_step_async(tinker.AdamParams(learning_rate=0.01)))
-            save = await training.save_state_async("000001", ttl_seconds=3600)
-            seen["awaited twice"] = [isinstance(one, tinker.APIFuture) for one in (*calls, save)]
+                calls.append(training.forward_backward([datum, datum], loss_fn="cross_entropy"))
+                calls.append(training.optim_step(tinker.AdamParams(learning_rate=0.01)))
+            save = training.save_state("000001", ttl_seconds=3600)
+            seen["sent at once"] = [isinstance(one, tinker.APIFuture) for one in (*calls, save)]
             first, second = await calls[0].result_async(), await calls[2]
             logprobs = first.loss_fn_outputs[0]["logprobs"]
             seen["a pass"] = [
@@ -228,10 +251,8 @@ class Walk:
             completed = [await one for one in asyncio.as_completed(futures)]
             done, _ = await asyncio.wait([asyncio.ensure_future(one) for one in futures], timeout=30)
             waited = await asyncio.wait_for(futures[0], 30)
-            return [len(gathered), len(completed), len(done), type(waited).__name__]
-
-        async def twice(call: Any) -> Any:
-            return await (await call)
+            tasks = await asyncio.gather(*(asyncio.create_task(one.coroutine()) for one in futures))
+            return [len(gathered), len(completed), len(done), type(waited).__name__, len(tasks)]
 
         def loss(data: list[Any], logprobs: list[Any]) -> Any:
             return -sum(one.sum() for one in logprobs), {"mine": 2.0}
@@ -242,7 +263,7 @@ class Walk:
         seen["together"] = asyncio.run(together())
         custom = training.forward_backward_custom([datum], loss)
         seen["a loss of one's own"] = [isinstance(custom, tinker.APIFuture), sorted(custom.result().metrics)]
-        again = asyncio.run(twice(training.forward_backward_custom_async([datum], loss)))
+        again = asyncio.run(training.forward_backward_custom([datum], loss).coroutine())
         seen["a loss of one's own, async"] = sorted(again.metrics)
         for name, args in {
             "forward": ([datum], "cross_entropy"),
@@ -254,7 +275,7 @@ class Walk:
             future = getattr(training, name)(*args)
             seen[name] = [isinstance(future, tinker.APIFuture), type(future.result()).__name__]
         seen["info"] = [training.get_info().model_id == training.model_id, training.get_info().model_data.model_name]
-        self.path = asyncio.run(twice(training.save_weights_for_sampler_async("final", ttl_seconds=3600))).path
+        self.path = training.save_weights_for_sampler("final", ttl_seconds=3600).result().path
         seen["a sampler's path"] = self.path.rpartition("/sampler_weights/")[2]
 
     def sample(self) -> None:
@@ -263,14 +284,20 @@ class Walk:
         import pickle
 
         tinker, seen, prompt, params = self.tinker, self.seen, self.prompt, self.params
-        sampler = self.sampler = self.service.create_sampling_client(model_path=self.path, base_model="fake")
-        seen["a sampler"] = [type(sampler).__name__, type(sampler._sampling_session_id).__name__]
-        seen["its model"] = [sampler.get_base_model(), asyncio.run(sampler.get_base_model_async())]
+        opening = self.service.create_sampling_client(model_path=self.path, base_model="fake")
+        opened: list[str] = []
+        opening.future().add_done_callback(lambda done: opened.append(type(done.result()).__name__))
+        sampler = self.sampler = asyncio.run(opening.coroutine())
+        kinds: Any = (tinker.SamplingClient, tinker.APIFuture, tinker.BackcompatSamplingClientFuture)
+        seen["a new sampler"] = [[isinstance(one, kind) for kind in kinds] for one in (opening, sampler)]
+        seen["a sampler"] = [type(sampler).__name__, type(sampler._sampling_session_id).__name__, opened]
+        seen["its model"] = sampler.get_base_model()
         futures = [
             sampler.sample(prompt=prompt, num_samples=2, sampling_params=params),
             sampler.sample(prompt, 1, params),
         ]
-        seen["sample"] = [isinstance(one, concurrent.futures.Future) for one in futures]
+        seen["sample"] = [isinstance(one, concurrent.futures.Future | tinker.APIFuture) for one in futures]
+        seen["a future of a sample"] = [type(one.future()).__name__ for one in futures]
         done, _ = concurrent.futures.wait(futures, timeout=30)
         seen["waited for"] = [len(done), len(list(concurrent.futures.as_completed(futures)))]
         drawn = futures[0].result().sequences
@@ -278,20 +305,21 @@ class Walk:
         seen["sequences"] = [kinds, [[len(one.tokens), len(one.logprobs)] for one in drawn]]
 
         async def sampled() -> list[Any]:
-            several = [sampler.sample_async(prompt=prompt, num_samples=1, sampling_params=params) for _ in range(3)]
+            several = [sampler.sample(prompt=prompt, num_samples=1, sampling_params=params) for _ in range(2)]
+            several.append(asyncio.create_task(sampler.sample(prompt, 1, params).coroutine()))
             options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
-            more = await sampler.sample_async(prompt, 1, params, **options)
+            more = await sampler.sample(prompt, 1, params, **options)
             pairs = [
                 one and [[type(part).__name__ for part in pair] for pair in one] for one in more.topk_prompt_logprobs
             ]
             scores = [type(one).__name__ for one in more.prompt_logprobs]
             return [[type(one).__name__ for one in await asyncio.gather(*several)], scores, pairs]
 
-        seen["sample_async"] = asyncio.run(sampled())
-        scores = asyncio.run(sampler.compute_logprobs_async(prompt))
+        seen["sampled together"] = asyncio.run(sampled())
+        scores = asyncio.run(sampler.compute_logprobs(prompt).coroutine())
         seen["scores"] = [[type(one).__name__ for one in scores], sampler.compute_logprobs(prompt).result() == scores]
-        live = self.training.save_weights_and_get_sampling_client()
-        other = asyncio.run(self.training.save_weights_and_get_sampling_client_async())
+        live = self.training.save_weights_and_get_sampling_client().result()
+        other = self.training.save_weights_and_get_sampling_client(kind="snapshot").result()
         twin = pickle.loads(pickle.dumps(live))
         tokens = [one.sample(prompt, 1, params).result().sequences[0].tokens for one in (live, other, twin)]
         seen["a sampler, pickled"] = [isinstance(twin, tinker.SamplingClient), tokens[0] == tokens[1] == tokens[2]]
@@ -299,10 +327,10 @@ class Walk:
     def rest(self) -> None:
         import asyncio
 
-        seen, state, path = self.seen, self.state, self.path
+        tinker, seen, state, path = self.tinker, self.seen, self.state, self.path
         rest = self.client = self.warned("create_rest_client", self.service.create_rest_client)
         run = rest.get_training_run_by_tinker_path(state).result()
-        other = asyncio.run(rest.get_training_run_by_tinker_path_async(path))
+        other = asyncio.run(rest.get_training_run_by_tinker_path(path).coroutine())
         seen["a run, looked up"] = [run.user_metadata, run.base_model, other.user_metadata]
         for name, args in {
             "list_training_runs": (),
@@ -311,21 +339,20 @@ class Walk:
             "list_sessions": (),
             "get_sampler": (self.sampler._sampling_session_id,),
         }.items():
-            answers = [getattr(rest, name)(*args).result(), asyncio.run(getattr(rest, f"{name}_async")(*args))]
-            seen[name] = [type(one).__name__ for one in answers]
+            future = getattr(rest, name)(*args)
+            answers = [future.result(), asyncio.run(future.coroutine()), future.future().result()]
+            seen[name] = [isinstance(future, tinker.APIFuture), *(type(one).__name__ for one in answers)]
         seen["weights"] = type(rest.get_weights_info_by_tinker_path(state).result()).__name__
         seen["ttl"] = rest.set_checkpoint_ttl_from_tinker_path(state, 3600).result()
         seen["publish"] = rest.publish_checkpoint_from_tinker_path(path).result()
-        seen["unpublish"] = asyncio.run(rest.unpublish_checkpoint_from_tinker_path_async(path))
+        seen["unpublish"] = asyncio.run(rest.unpublish_checkpoint_from_tinker_path(path).coroutine())
         service = self.service
         resumed = [
-            service.create_training_client_from_state_with_optimizer(state),
-            service.create_training_client_from_state(state),
-            asyncio.run(service.create_training_client_from_state_with_optimizer_async(state)),
-            asyncio.run(service.create_training_client_from_state_async(state)),
+            service.create_training_client_from_state_with_optimizer(state).result(),
+            asyncio.run(service.create_training_client_from_state(state).coroutine()),
         ]
         seen["resumed"] = [type(one).__name__ for one in resumed]
-        seen["deleted"] = asyncio.run(rest.delete_checkpoint_from_tinker_path_async(path))
+        seen["deleted"] = rest.delete_checkpoint_from_tinker_path(path).result()
 
     def refusals(self) -> None:
         import pickle
@@ -339,10 +366,10 @@ class Walk:
             "a path that is none": lambda: rest.get_training_run_by_tinker_path("none"),
             "a path of a run that is not there": lambda: rest.get_training_run_by_tinker_path(missing).result(),
             "a checkpoint that is gone": lambda: rest.delete_checkpoint_from_tinker_path(self.path).result(),
-            "a sampler of what is gone": lambda: service.create_sampling_client(model_path=self.path),
+            "a sampler of what is gone": lambda: service.create_sampling_client(model_path=self.path).result(),
             "a sampler of nothing": lambda: service.create_sampling_client(),
-            "a sampler of another path": lambda: service.create_sampling_client(model_path="x"),
-            "a model that is not there": lambda: service.create_lora_training_client("none"),
+            "a sampler of another path": lambda: service.create_sampling_client(model_path="x").result(),
+            "a model that is not there": lambda: service.create_lora_training_client("none").result(),
             "nothing to train": lambda: service.create_lora_training_client("fake", **none),
             "no data": lambda: training.forward_backward([], "cross_entropy"),
             "two kinds of parameters": lambda: training.optim_step(adam, adam_params=adam),
@@ -386,7 +413,7 @@ class Walk:
         service, training, datum, state = self.service, self.training, self.datum, self.state
         logging.disable(logging.ERROR)  # the official client says some of it twice
         for name in ("load_state", "load_state_async", "load_state_with_optimizer", "load_state_with_optimizer_async"):
-            self.warned(name, getattr(service.create_lora_training_client("fake", rank=4), name), state)
+            self.warned(name, getattr(service.create_lora_training_client("fake", rank=4).result(), name), state)
         for end in ("", "_async"):
             custom = getattr(training, f"forward_backward_custom{end}")
             sampler = getattr(training, f"save_weights_and_get_sampling_client{end}")
@@ -397,33 +424,63 @@ class Walk:
                 "get_audit_log": (),
                 "get_billing_usage": ("2026-01-01", "2026-01-02"),
                 "get_current_checkpoint_storage_usage": (),
-                "search_sessions": (search,),
             }.items():
                 self.warned(name + end, getattr(self.client, name + end), *args)
+        self.warned("search_sessions", self.client.search_sessions, search)
+        adam, policy = self.tinker.AdamParams(), {"base_model": "fake"}
+        twins: list[tuple[Any, str, tuple[Any, ...], dict[str, Any]]] = [
+            (service, "get_server_capabilities_async", (), {}),
+            (service, "create_sampling_client_async", (), policy),
+            (service, "create_lora_training_client_async", ("fake",), {"rank": 4}),
+            (service, "create_training_client_from_state_async", (state,), {}),
+            (service, "create_training_client_from_state_with_optimizer_async", (state,), {}),
+            (training, "save_weights_and_get_sampling_client_async", (), {}),
+            (training, "forward_async", ([datum], "cross_entropy"), {}),
+            (training, "forward_backward_async", ([datum], "cross_entropy"), {}),
+            (training, "optim_step_async", (adam,), {}),
+            (training, "save_state_async", ("000009",), {}),
+            (training, "save_weights_for_sampler_async", ("000009",), {}),
+            (training, "get_info_async", (), {}),
+            (self.sampler, "get_base_model_async", (), {}),
+            (self.sampler, "sample_async", (self.prompt, 1, self.params), {}),
+            (self.sampler, "compute_logprobs_async", (self.prompt,), {}),
+            (self.client, "list_sessions_async", (), {}),
+        ]
+        for owner, name, args, options in twins:
+            self.warned(name, getattr(owner, name), *args, **options)
+        self.warned("get_server_capabilities", service.get_server_capabilities)
         self.warned("forward_backward", training.forward_backward, [datum], "cross_entropy")
         self.warned("optim_step", training.optim_step, self.tinker.AdamParams())
-        self.warned("sample", self.sampler.sample, self.prompt, 1, self.params)
+        sampled = self.warned("sample", self.sampler.sample, self.prompt, 1, self.params)
+        self.warned("done of a sample", sampled.done)
+        self.warned("done of a sample again", sampled.done)
+        creating = self.warned("a sampler", service.create_sampling_client, **policy)
+        self.warned("an attribute of the future", lambda: creating.holder)
+        self.warned("a method of the future", creating.get_base_model)
         logging.disable(logging.NOTSET)
 
     def warned(self, name: str, call: Any, *args: Any, **options: Any) -> Any:
-        """Note what a call warns of; it is awaited where it has to be."""
+        """Note what a call warns of, and what a coroutine gives when it is awaited; wait for the future."""
         import asyncio
         import contextlib
         import warnings
 
-        async def finished(value: Any) -> None:
-            with contextlib.suppress(Exception):  # what becomes of it is seen elsewhere
-                await value
+        async def awaited(call: Any) -> None:
+            with contextlib.suppress(self.tinker.TinkerError):  # what becomes of it is seen elsewhere
+                first = await call
+                twice = isinstance(first, self.tinker.APIFuture)
+                self.seen[f"awaited: {name}"] = (
+                    ["future", type(await first).__name__] if twice else type(first).__name__
+                )
 
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             value = call(*args, **options)
             if inspect.iscoroutine(value):
-                asyncio.run(finished(value))
-            elif hasattr(value, "exception"):
-                value.exception()
-            elif hasattr(value, "result"):
-                value.result()
+                asyncio.run(awaited(value))
+            elif isinstance(value, self.tinker.APIFuture):
+                with contextlib.suppress(self.tinker.TinkerError):
+                    value.result()
         about = [one.category.__name__ for one in said if one.category is not ResourceWarning]
         self.seen[f"warnings: {name}"] = about
         return value
@@ -431,12 +488,13 @@ class Walk:
 
 SEEN: dict[str, Any] = {
     "warnings: an argument that is not known": ["FutureWarning"],
-    "awaited twice": [True, True, True, True, True],
+    "a new client": [[True, True, True], [True, False, False]],
+    "sent at once": [True, True, True, True, True],
     "a pass": [2, "TensorData", [8], ["loss:sum"]],
     "a step between two passes": True,
     "steps": ["dict", "dict"],
     "a state's path": [True, "000001"],
-    "together": [3, 3, 3, "ForwardBackwardOutput"],
+    "together": [3, 3, 3, "ForwardBackwardOutput", 3],
     "a loss of one's own": [True, ["loss:sum", "mine", "surrogate_loss:sum"]],
     "a loss of one's own, async": ["loss:sum", "mine", "surrogate_loss:sum"],
     "forward": [True, "ForwardBackwardOutput"],
@@ -446,12 +504,14 @@ SEEN: dict[str, Any] = {
     "save_weights_for_sampler": [True, "SaveWeightsForSamplerResponse"],
     "info": [True, "fake"],
     "a sampler's path": "final",
-    "a sampler": ["SamplingClient", "str"],
-    "its model": ["fake", "fake"],
+    "a new sampler": [[True, True, True], [True, False, False]],
+    "a sampler": ["SamplingClient", "str", ["SamplingClient"]],
+    "its model": "fake",
     "sample": [True, True],
+    "a future of a sample": ["Future", "Future"],
     "waited for": [2, 2],
     "sequences": [[["list", "list", "length"], ["list", "list", "length"]], [[4, 4], [4, 4]]],
-    "sample_async": [
+    "sampled together": [
         ["SampleResponse", "SampleResponse", "SampleResponse"],
         ["NoneType", "float", "float"],
         [None, [["int", "float"]], [["int", "float"]]],
@@ -460,16 +520,16 @@ SEEN: dict[str, Any] = {
     "a sampler, pickled": [True, True],
     "warnings: create_rest_client": ["FutureWarning"],
     "a run, looked up": [{"renderer_name": "r"}, "fake", {"renderer_name": "r"}],
-    "list_training_runs": ["TrainingRunsResponse", "TrainingRunsResponse"],
-    "list_checkpoints": ["CheckpointsListResponse", "CheckpointsListResponse"],
-    "list_user_checkpoints": ["CheckpointsListResponse", "CheckpointsListResponse"],
-    "list_sessions": ["ListSessionsResponse", "ListSessionsResponse"],
-    "get_sampler": ["GetSamplerResponse", "GetSamplerResponse"],
+    "list_training_runs": [True, "TrainingRunsResponse", "TrainingRunsResponse", "TrainingRunsResponse"],
+    "list_checkpoints": [True, "CheckpointsListResponse", "CheckpointsListResponse", "CheckpointsListResponse"],
+    "list_user_checkpoints": [True, "CheckpointsListResponse", "CheckpointsListResponse", "CheckpointsListResponse"],
+    "list_sessions": [True, "ListSessionsResponse", "ListSessionsResponse", "ListSessionsResponse"],
+    "get_sampler": [True, "GetSamplerResponse", "GetSamplerResponse", "GetSamplerResponse"],
     "weights": "WeightsInfoResponse",
     "ttl": None,
     "publish": None,
     "unpublish": None,
-    "resumed": ["TrainingClient", "TrainingClient", "TrainingClient", "TrainingClient"],
+    "resumed": ["TrainingClient", "TrainingClient"],
     "deleted": None,
     "a run that is not there": "NotFoundError, GET training_runs: 404, application/json of ['detail']",
     "a path that is none": "ValueError",
@@ -488,26 +548,71 @@ SEEN: dict[str, Any] = {
     "a pickled trainer": "TypeError",
     "a pickled service": "TypeError",
     "warnings: load_state": ["FutureWarning"],
+    "awaited: load_state_async": ["future", "LoadWeightsResponse"],
     "warnings: load_state_async": ["FutureWarning"],
     "warnings: load_state_with_optimizer": ["FutureWarning"],
+    "awaited: load_state_with_optimizer_async": ["future", "LoadWeightsResponse"],
     "warnings: load_state_with_optimizer_async": ["FutureWarning"],
     "warnings: loss_type_input": ["DeprecationWarning"],
     "warnings: a sampler's name": ["DeprecationWarning"],
     "warnings: get_audit_log": ["FutureWarning"],
     "warnings: get_billing_usage": ["FutureWarning"],
     "warnings: get_current_checkpoint_storage_usage": ["FutureWarning"],
-    "warnings: search_sessions": ["ExperimentalWarning"],
-    "warnings: loss_type_input_async": ["DeprecationWarning"],
-    "warnings: a sampler's name_async": ["DeprecationWarning"],
+    "awaited: loss_type_input_async": ["future", "ForwardBackwardOutput"],
+    "warnings: loss_type_input_async": ["FutureWarning", "DeprecationWarning"],
+    "awaited: a sampler's name_async": "SamplingClient",
+    "warnings: a sampler's name_async": ["FutureWarning", "DeprecationWarning"],
+    "awaited: get_audit_log_async": "AuditLogResponse",
     "warnings: get_audit_log_async": ["FutureWarning"],
+    "awaited: get_billing_usage_async": "BillingUsageResponse",
     "warnings: get_billing_usage_async": ["FutureWarning"],
+    "awaited: get_current_checkpoint_storage_usage_async": "CurrentCheckpointStorageUsageResponse",
     "warnings: get_current_checkpoint_storage_usage_async": ["FutureWarning"],
-    "warnings: search_sessions_async": ["ExperimentalWarning"],
+    "warnings: search_sessions": ["ExperimentalWarning"],
+    "awaited: get_server_capabilities_async": "GetServerCapabilitiesResponse",
+    "warnings: get_server_capabilities_async": ["FutureWarning"],
+    "awaited: create_sampling_client_async": "SamplingClient",
+    "warnings: create_sampling_client_async": ["FutureWarning"],
+    "awaited: create_lora_training_client_async": "TrainingClient",
+    "warnings: create_lora_training_client_async": ["FutureWarning"],
+    "awaited: create_training_client_from_state_async": "TrainingClient",
+    "warnings: create_training_client_from_state_async": ["FutureWarning"],
+    "awaited: create_training_client_from_state_with_optimizer_async": "TrainingClient",
+    "warnings: create_training_client_from_state_with_optimizer_async": ["FutureWarning"],
+    "awaited: save_weights_and_get_sampling_client_async": "SamplingClient",
+    "warnings: save_weights_and_get_sampling_client_async": ["FutureWarning"],
+    "awaited: forward_async": ["future", "ForwardBackwardOutput"],
+    "warnings: forward_async": ["FutureWarning"],
+    "awaited: forward_backward_async": ["future", "ForwardBackwardOutput"],
+    "warnings: forward_backward_async": ["FutureWarning"],
+    "awaited: optim_step_async": ["future", "OptimStepResponse"],
+    "warnings: optim_step_async": ["FutureWarning"],
+    "awaited: save_state_async": ["future", "SaveWeightsResponse"],
+    "warnings: save_state_async": ["FutureWarning"],
+    "awaited: save_weights_for_sampler_async": ["future", "SaveWeightsForSamplerResponse"],
+    "warnings: save_weights_for_sampler_async": ["FutureWarning"],
+    "awaited: get_info_async": "GetInfoResponse",
+    "warnings: get_info_async": ["FutureWarning"],
+    "awaited: get_base_model_async": "str",
+    "warnings: get_base_model_async": ["FutureWarning"],
+    "awaited: sample_async": "SampleResponse",
+    "warnings: sample_async": ["FutureWarning"],
+    "awaited: compute_logprobs_async": "list",
+    "warnings: compute_logprobs_async": ["FutureWarning"],
+    "awaited: list_sessions_async": "ListSessionsResponse",
+    "warnings: list_sessions_async": ["FutureWarning"],
+    "warnings: get_server_capabilities": ["FutureWarning"],
     "warnings: forward_backward": [],
     "warnings: optim_step": [],
     "warnings: sample": [],
+    "warnings: done of a sample": ["FutureWarning"],
+    "warnings: done of a sample again": [],
+    "warnings: a sampler": [],
+    "warnings: an attribute of the future": ["FutureWarning"],
+    "warnings: a method of the future": ["FutureWarning"],
     "close": [True, None, None],
     "after the end": "RuntimeError",
+    "info after the end": "fake",
 }
 
 
@@ -526,6 +631,7 @@ ASKED = {
     "get_current_checkpoint_storage_usage",
     "get_info",
     "get_sampler",
+    "get_server_capabilities",
     "get_training_run",
     "join_sampling_session",
     "list_checkpoints",

@@ -465,7 +465,7 @@ def slow(data, logprobs):
     time.sleep(600)
 
 with tinkex.ServiceClient(base_url=sys.argv[1]) as service:
-    client = service.create_lora_training_client("fake", rank=4)
+    client = service.create_lora_training_client("fake", rank=4).result()
     data = [types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})]
     custom = client.forward_backward_custom(data, slow)
     stepped = client.optim_step(types.AdamParams(learning_rate=0.1))

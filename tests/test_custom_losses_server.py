@@ -153,7 +153,7 @@ with tinker.ServiceClient() as service:
     handle = service.create_custom_loss(per_datum, input_ranks=ranks).result(60)
     told = {}
     for way, loss in (("server", handle), ("client", whole)):
-        client = service.create_lora_training_client("MODEL", rank=4, seed=1)
+        client = service.create_lora_training_client("MODEL", rank=4, seed=1).result()
         result = client.forward_backward_custom(data, loss).result(60)
         told[way] = {"model": client.model_id, "metrics": result.metrics}
         client.optim_step(tinker.types.AdamParams(learning_rate=1e-3)).result(60)

@@ -358,8 +358,8 @@ async def test_the_same_of_an_embedded_server_in_an_event_loop(tmp_path: Path) -
 
     backend = LocalBackend(data_dir=tmp_path / "data", engine=FakeEngine())
     service = ServiceClient(base_url=backend.base_url)
-    client = await service.create_lora_training_client_async("fake", rank=4)
-    saved = await (await client.save_state_async("s"))
+    client = await service.create_lora_training_client("fake", rank=4)
+    saved = await client.save_state("s")
     done = await tinkex.download_async(RestClient(base_url=backend.base_url), saved.path, tmp_path / "out")
     assert left_in(done.destination) == ["fake.json"]
     await service.close()

@@ -656,7 +656,9 @@ def test_futures_of_a_closed_client_end(faulty: FaultyServer) -> None:
     future = sampler.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams())
     wait_until(lambda: faulty.requests("retrieve_future"))
     service.close().result(5)
-    assert isinstance(future.exception(20), tinkex.TinkerError | RuntimeError | concurrent.futures.CancelledError)
+    assert isinstance(
+        future.future().exception(20), tinkex.TinkerError | RuntimeError | concurrent.futures.CancelledError
+    )
     settled(lambda: len(faulty.requests("retrieve_future")), 50)
     assert json.loads(faulty.requests("asample")[0].body)["seq_id"] == 0
 

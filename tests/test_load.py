@@ -105,8 +105,8 @@ async def train(client: Any, seed: int, first: int) -> list[float]:
     """Steps, three of them under way at a time."""
     losses, under_way = [], []
     for step in range(first, first + STEPS):
-        passed = await client.forward_backward_async(make_data(types, seed=100 * seed + step), "cross_entropy")
-        stepped = await client.optim_step_async(types.AdamParams(learning_rate=0.01))
+        passed = client.forward_backward(make_data(types, seed=100 * seed + step), "cross_entropy")
+        stepped = client.optim_step(types.AdamParams(learning_rate=0.01))
         under_way.append((passed, stepped))
         if len(under_way) == 3 or step == first + STEPS - 1:
             for passing, stepping in under_way:
@@ -114,7 +114,7 @@ async def train(client: Any, seed: int, first: int) -> list[float]:
                 await stepping
             under_way = []
         if step % 5 == 4:
-            await (await client.save_state_async(f"at-{step}"))
+            await client.save_state(f"at-{step}")
     return losses
 
 
@@ -124,7 +124,7 @@ async def draw(sampler: Any, numbers: range) -> list[tuple[list[int], str]]:
 
     async def one(number: int) -> tuple[list[int], str]:
         async with room:
-            response = await sampler.sample_async(prompt_of(number), 1, params_of(number))
+            response = await sampler.sample(prompt_of(number), 1, params_of(number))
             return response.sequences[0].tokens, response.sequences[0].sequence_id
 
     return await asyncio.gather(*(one(number) for number in numbers))

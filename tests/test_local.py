@@ -245,7 +245,7 @@ def test_closing_a_backend_ends_what_waits(tmp_path: Path) -> None:
     future = sampler.sample(tinkex.ModelInput.from_ints([1]), 1, tinkex.SamplingParams(max_tokens=100_000))
     time.sleep(0.2)
     backend.close()
-    assert isinstance(future.exception(5), tinkex.TinkerError)
+    assert isinstance(future.future().exception(5), tinkex.TinkerError)
     service.close().result(10)
 
 

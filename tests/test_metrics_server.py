@@ -119,7 +119,7 @@ def test_metrics_show_what_is_under_way(serve: Serve) -> None:
 def test_metrics_need_the_key_and_the_front_page_says_what_this_is(serve: Serve) -> None:
     url = serve(api_key="tml-x").url
     assert fetch(url, "/metrics")[0] == 401
-    assert fetch(url, "/metrics", "tml-y")[0] == 403
+    assert fetch(url, "/metrics", "tml-y")[0] == 401
     assert fetch(url, "/metrics", "tml-x")[0] == 200
     status, text = fetch(url, "/")
     assert status == 200
@@ -149,7 +149,7 @@ def test_the_access_log_has_a_line_for_each_request_and_no_secrets(
         "local",
     )
     assert first["ms"] > 0
-    assert (second["operation"], second["status"], second["owner"]) == ("healthz", 403, None)
+    assert (second["operation"], second["status"], second["owner"]) == ("healthz", 401, None)
     for secret in ("hidden", "guess", "hunter2", trace.split("signature=")[1]):
         assert secret not in "".join(lines)
 

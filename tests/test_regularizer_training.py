@@ -230,7 +230,7 @@ async def test_the_asynchronous_call_takes_regularizers_and_their_code_runs_else
         return logprobs[0].sum(), {}
 
     terms = [RegularizerSpec(noting, 1.0, "noting")]
-    output = await (await client.forward_backward_custom_async(DATA, squares, regularizers=terms))
+    output = await client.forward_backward_custom(DATA, squares, regularizers=terms)
     assert "noting/value" in output.metrics
     assert threads == ["tinkex-regularizer-noting"]
 

@@ -260,15 +260,15 @@ def test_the_users_own_service_goes_on_after_its_session_was_lost(world: World) 
 async def test_the_same_in_an_event_loop(world: World) -> None:
     _, weights = await asyncio.to_thread(undisturbed, world)
     service = ServiceClient(base_url=world.url)
-    client = await service.create_lora_training_client_async("fake", rank=4, seed=3)
+    client = await service.create_lora_training_client("fake", rank=4, seed=3)
     async with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
         for step in range(STEPS):
             if step == 4:
                 await asyncio.to_thread(world.unload, trainer)
-            await trainer.forward_backward_async([datum(1 + step, 2, 3), datum(4, 5)], "cross_entropy")
-            await trainer.forward_backward_async([datum(7, 8 + step)], "cross_entropy")
-            await (await trainer.optim_step_async(types.AdamParams(learning_rate=0.1)))
-        saved = await (await trainer.save_state_async("end"))
+            trainer.forward_backward([datum(1 + step, 2, 3), datum(4, 5)], "cross_entropy")
+            trainer.forward_backward([datum(7, 8 + step)], "cross_entropy")
+            await trainer.optim_step(types.AdamParams(learning_rate=0.1))
+        saved = await trainer.save_state("end")
     assert trainer.recoveries == 1
     assert weights_of(world, saved.path) == weights
     await service.close()

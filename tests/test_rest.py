@@ -503,8 +503,11 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(
     user: Any = kind(base_url=faulty.base_url)
     with pytest.raises(ValueError, match=told):
         getattr(user, name)(*args, **keywords)
-    with pytest.raises(ValueError, match=told):
-        asyncio.run(getattr(user, f"{name}_async")(*args, **keywords))
+    if name not in WITHOUT_TWIN:
+        with pytest.warns(FutureWarning, match=f"{name}_async"):
+            call = getattr(user, f"{name}_async")(*args, **keywords)
+        with pytest.raises(ValueError, match=told):
+            asyncio.run(call)
     assert faulty.seen == []
     assert user._own is None
 
@@ -559,7 +562,7 @@ def test_refusals_are_typed(
         client.delete_checkpoint_from_tinker_path(PATH).result(10)
     assert caught.value.status_code == status
     with pytest.raises(kind):
-        asyncio.run(client.delete_checkpoint_from_tinker_path_async(PATH))
+        asyncio.run(client.delete_checkpoint_from_tinker_path(PATH).coroutine())
 
 
 def test_a_passing_fault_is_tried_again(faulty: FaultyServer, client: RestClient) -> None:
@@ -668,7 +671,7 @@ def test_a_trace_is_waited_for(faulty: FaultyServer, client: RestClient, caplog:
     assert caplog.text.count("being made") == 1
     faulty.script("sessions/s/trace_export", pending, Answer(body={"status": "failed", "error": "no disk"}))
     with pytest.raises(RuntimeError, match="no disk"):
-        asyncio.run(client.export_session_trace_async("s", poll_seconds=0.01))
+        asyncio.run(client.export_session_trace("s", poll_seconds=0.01).coroutine())
     faulty.script("sessions/s/trace_export", Answer(body={"status": "ready"}))
     with pytest.raises(tinkex.APIResponseValidationError, match="without a url"):
         client.export_session_trace("s").result(10)

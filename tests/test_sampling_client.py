@@ -299,7 +299,7 @@ def test_the_server_is_told_of_a_sample_that_nobody_wants(
     else:
         future = sampler.sample(PROMPT, 1, PARAMS)
         wait_until(lambda: len(faulty.requests("retrieve_future")) == 1)
-        assert future.cancel()
+        assert future.future().cancel()
     unwanted = faulty.requests("retrieve_future")[0].json["request_id"]
     faulty.script("retrieve_future", bulk(ONE))
     assert sampler.sample(PROMPT, 1, PARAMS, timeout=20).result(20).sequences  # the only place is free again

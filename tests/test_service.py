@@ -74,7 +74,9 @@ def made(service: ServiceClient, method: str, twin: str, *args: Any, **named: An
         return getattr(service, method)(*args, **named).result()
 
     async def call() -> Any:
-        return await getattr(service, f"{method}_async")(*args, **named)
+        with pytest.warns(FutureWarning, match=f"{method}_async"):
+            call = getattr(service, f"{method}_async")(*args, **named)
+        return await call
 
     return asyncio.run(call())
 
@@ -106,7 +108,7 @@ def test_runs_and_samplers_are_numbered_from_zero(faulty: FaultyServer, service:
 @pytest.mark.covers("C34", "24.service.1")
 def test_clients_made_at_once_have_numbers_of_their_own(faulty: FaultyServer, service: ServiceClient) -> None:
     async def many() -> list[TrainingClient]:
-        return await asyncio.gather(*(service.create_lora_training_client_async("m") for _ in range(12)))
+        return await asyncio.gather(*(service.create_lora_training_client("m") for _ in range(12)))
 
     assert sorted(client.model_seq_id for client in asyncio.run(many())) == list(range(12))
     assert len(faulty.requests("create_session")) == 1
@@ -411,9 +413,9 @@ def test_async_creators_do_not_block_the_callers_loop(faulty: FaultyServer, serv
 
     async def run() -> None:
         ticking = asyncio.create_task(tick())
-        await service.create_training_client_from_state_async(STATE)
-        await service.create_training_client_from_state_with_optimizer_async(STATE)
-        await service.create_sampling_client_async(model_path=STATE)
+        await service.create_training_client_from_state(STATE)
+        await service.create_training_client_from_state_with_optimizer(STATE)
+        await service.create_sampling_client(model_path=STATE)
         await service.get_server_capabilities_async()
         ticking.cancel()
 

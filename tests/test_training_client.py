@@ -641,38 +641,38 @@ def test_the_whole_surface_from_a_loop(service: ServiceClient) -> None:
     async def run() -> None:
         capabilities = await service.get_server_capabilities_async()
         assert capabilities.supported_models[0].model_name == "fake"
-        client = await service.create_lora_training_client_async("fake", rank=4)
-        passed = await client.forward_backward_async(DATA, "cross_entropy")
-        stepped = await client.optim_step_async(STEP)
+        client = await service.create_lora_training_client("fake", rank=4)
+        passed = client.forward_backward(DATA, "cross_entropy")
+        stepped = client.optim_step(STEP)
         assert (await passed).metrics["loss:sum"] > 0
         assert (await stepped.result_async()).metrics is not None
-        assert (await (await client.forward_async(DATA, "cross_entropy"))).metrics["loss:sum"] > 0
-        custom = await (await client.forward_backward_custom_async(DATA, weighted))
+        assert (await client.forward(DATA, "cross_entropy")).metrics["loss:sum"] > 0
+        custom = await client.forward_backward_custom(DATA, weighted)
         assert custom.metrics["seen:sum"] == 1
-        state = (await (await client.save_state_async("a"))).path
-        weights = (await (await client.save_weights_for_sampler_async("a"))).path
+        state = (await client.save_state("a")).path
+        weights = (await client.save_weights_for_sampler("a")).path
         with pytest.warns(FutureWarning, match="TrainingClient.load_state"):
             loading = await client.load_state_async(state)
         assert (await loading).path == state
         with pytest.warns(FutureWarning, match="TrainingClient.load_state_with_optimizer"):
             loading = await client.load_state_with_optimizer_async(state)
         assert (await loading).path == state
-        assert (await client.get_info_async()).model_id == client.model_id
+        assert client.get_info().model_id == client.model_id
         for resumed in (
-            await service.create_training_client_from_state_async(state),
-            await service.create_training_client_from_state_with_optimizer_async(state),
+            await service.create_training_client_from_state(state),
+            await service.create_training_client_from_state_with_optimizer(state),
         ):
-            assert (await resumed.get_info_async()).lora_rank == 4
+            assert resumed.get_info().lora_rank == 4
         samplers = [
-            await service.create_sampling_client_async(base_model="fake"),
-            await service.create_sampling_client_async(model_path=weights),
-            await client.create_sampling_client_async(weights),
-            await client.save_weights_and_get_sampling_client_async(),
+            await service.create_sampling_client(base_model="fake"),
+            await service.create_sampling_client(model_path=weights),
+            await client.create_sampling_client(weights),
+            await client.save_weights_and_get_sampling_client(),
         ]
-        drawn = await asyncio.gather(*(sampler.sample_async(PROMPT, 1, PARAMS) for sampler in samplers))
+        drawn = await asyncio.gather(*(sampler.sample(PROMPT, 1, PARAMS) for sampler in samplers))
         assert [len(response.sequences) for response in drawn] == [1, 1, 1, 1]
-        assert len(await samplers[0].compute_logprobs_async(PROMPT)) == 3
-        assert await samplers[0].get_base_model_async() == "fake"
+        assert len(await samplers[0].compute_logprobs(PROMPT)) == 3
+        assert samplers[0].get_base_model() == "fake"
 
     asyncio.run(run())
 
@@ -694,12 +694,12 @@ def test_a_loop_is_not_blocked_by_what_a_client_does(fake_service: Make) -> None
             ticked.set()
 
         ticking = asyncio.create_task(tick())
-        client = await service.create_lora_training_client_async("fake", rank=4)
+        client = await service.create_lora_training_client("fake", rank=4)
         await ticking
         asked.clear()
         ticked.clear()
         ticking = asyncio.create_task(tick())
-        await client.save_weights_and_get_sampling_client_async()
+        await client.save_weights_and_get_sampling_client()
         await ticking
 
     asyncio.run(run())

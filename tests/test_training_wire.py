@@ -786,7 +786,7 @@ def test_a_named_save_without_a_path_is_an_error(server: Server, client: Trainin
 Sampled = Callable[[TrainingClient], tinkex.SamplingClient]
 TWINS: dict[str, Sampled] = {
     "sync": lambda client: client.save_weights_and_get_sampling_client().result(),
-    "async": lambda client: asyncio.run(client.save_weights_and_get_sampling_client_async()),
+    "async": lambda client: asyncio.run(client.save_weights_and_get_sampling_client().coroutine()),
 }
 
 
@@ -849,17 +849,12 @@ def test_what_is_deprecated_warns_at_the_callers_line(client: TrainingClient, ca
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("call", ["load_state_async", "load_state_with_optimizer_async", "custom", "sampler"])
+@pytest.mark.parametrize("call", ["load_state_async", "load_state_with_optimizer_async"])
 def test_the_async_twins_warn_at_the_callers_line(client: TrainingClient, call: str) -> None:
     async def run() -> None:
-        if call == "custom":
-            await client.forward_backward_custom_async(DATA, summed, loss_type_input="logprobs")
-        elif call == "sampler":
-            await client.save_weights_and_get_sampling_client_async("a")
-        else:
-            await getattr(client, call)("tinker://x/weights/a")
+        await getattr(client, call)("tinker://x/weights/a")
 
-    with pytest.warns(FutureWarning if call.startswith("load_state") else DeprecationWarning) as caught:
+    with pytest.warns(FutureWarning) as caught:
         asyncio.run(run())
     assert caught[0].filename == __file__
 
@@ -875,7 +870,7 @@ def test_an_input_of_losses_that_does_not_exist_is_refused(client: TrainingClien
 @pytest.mark.covers("C53")
 def test_a_run_says_what_it_trains_and_can_be_let_go(faulty: FaultyServer, client: TrainingClient) -> None:
     assert client.get_info().model_data.model_name == "m"
-    assert asyncio.run(client.get_info_async()).model_id == RUN
+    assert client.get_info().model_id == RUN
     assert faulty.requests("get_info")[0].json["model_id"] == RUN
     assert client.unload_model().model_id == RUN
     assert asyncio.run(client.unload_model_async()).model_id == RUN

@@ -191,7 +191,7 @@ def test_objects_are_sent_field_by_field() -> None:
 
 RECORDS = [
     types.AdamParams(learning_rate=1e-4),
-    types.SamplingParams(max_tokens=3, stop=["a"]),
+    types.CreateSessionRequest(tags=["a"], sdk_version="x"),
     types.CreateModelRequest(session_id="s", model_seq_id=0, base_model="m", lora_config=types.LoraConfig(rank=4)),
     types.OptimStepRequest(model_id="m", seq_id=1, adam_params=types.AdamParams()),
     types.ModelInput.from_ints([1, 2, 3]),

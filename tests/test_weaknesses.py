@@ -384,11 +384,11 @@ def test_w07_async_methods_do_not_block_the_callers_loop(faulty: FaultyServer) -
     async def run() -> None:
         ticking = asyncio.create_task(tick())
         service = ServiceClient(base_url=faulty.base_url)
-        client = await service.create_lora_training_client_async("m")
-        await client.save_weights_and_get_sampling_client_async()
-        await service.create_sampling_client_async(base_model="m")
+        client = await service.create_lora_training_client("m")
+        await client.save_weights_and_get_sampling_client()
+        await service.create_sampling_client(base_model="m")
         await service.get_server_capabilities_async()
-        await (await client.optim_step_async(STEP))
+        await client.optim_step(STEP)
         ticking.cancel()
         await service.close()
 
@@ -575,7 +575,7 @@ def draw(sampler):
     return sampler.sample(prompt, 1, params).result(8).sequences[0].tokens
 
 service = tinkex.ServiceClient(base_url=sys.argv[1])
-sampler = service.create_sampling_client(base_model="fake")
+sampler = service.create_sampling_client(base_model="fake").result()
 expected = draw(sampler)
 child = os.fork()
 if child == 0:
@@ -586,7 +586,7 @@ if child == 0:
     except BaseException as error:
         print("inherited:", type(error).__name__, flush=True)
     with tinkex.ServiceClient(base_url=sys.argv[1]) as fresh:
-        print("fresh:", draw(fresh.create_sampling_client(base_model="fake")) == expected, flush=True)
+        print("fresh:", draw(fresh.create_sampling_client(base_model="fake").result()) == expected, flush=True)
     os._exit(0)
 os.waitpid(child, 0)
 with multiprocessing.get_context("fork").Pool(1) as pool:

@@ -24,7 +24,7 @@ except tinkex.ConfigurationError as error:
 else:
     raise SystemExit("a client without a key and without an address was made")
 try:
-    tinkex.ServiceClient(base_url="local").get_server_capabilities()
+    tinkex.ServiceClient(base_url="local").create_sampling_client(base_model="tinkex/tiny").result()
 except tinkex.ConfigurationError as error:
     assert "tinkex[local]" in str(error)
 print("client", tinkex.__version__, "works alone")
@@ -33,7 +33,7 @@ print("client", tinkex.__version__, "works alone")
 LOCAL = """
 import tinkex
 with tinkex.ServiceClient(base_url="local") as service:
-    sampler = service.create_sampling_client(base_model="tinkex/tiny")
+    sampler = service.create_sampling_client(base_model="tinkex/tiny").result()
     tokenizer = sampler.get_tokenizer()
     prompt = tinkex.ModelInput.from_ints(tokenizer.encode("Once upon a time"))
     sampled = sampler.sample(prompt, 1, tinkex.SamplingParams(max_tokens=8, temperature=0)).result()

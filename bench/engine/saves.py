@@ -56,8 +56,8 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     engine = random_engine(given.shape, given.device, threads=given.threads)
     with service(engine, socket=False) as client:
-        training = client.create_lora_training_client("m", rank=32)
-        sampler = client.create_sampling_client(base_model="m")
+        training = client.create_lora_training_client("m", rank=32).result()
+        sampler = client.create_sampling_client(base_model="m").result()
         gaps(sampler, 8)
         for _ in range(given.rounds):
             told("alone", gaps(sampler, given.tokens))

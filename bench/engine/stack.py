@@ -86,7 +86,7 @@ def rate(sampler: SamplingClient, rows: int, size: int, tokens: int, *, jobs: bo
 def training(engine: TorchEngine, client: ServiceClient, data: list[Datum], device: str, rounds: int) -> None:
     """A step of training, both ways."""
     total = sum(datum.model_input.length for datum in data)
-    trainer = client.create_lora_training_client("m", rank=32, train_unembed=False)
+    trainer = client.create_lora_training_client("m", rank=32, train_unembed=False).result()
     engine.create("alone", "m", LoraConfig(rank=32, train_unembed=False))
 
     def step() -> None:
@@ -113,8 +113,8 @@ def training(engine: TorchEngine, client: ServiceClient, data: list[Datum], devi
 
 def single(engine: TorchEngine, client: ServiceClient, rounds: int) -> SamplingClient:
     """One short sample after the other, both ways."""
-    trainer = client.create_lora_training_client("m", rank=32, train_unembed=False)
-    sampler = trainer.save_weights_and_get_sampling_client()
+    trainer = client.create_lora_training_client("m", rank=32, train_unembed=False).result()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
     engine.create("alone", "m", LoraConfig(rank=32, train_unembed=False))
     engine.snapshot("alone", "alone")
     random, params = np.random.default_rng(0), SamplingParams(max_tokens=4, stop=[])

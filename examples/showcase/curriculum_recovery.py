@@ -78,7 +78,7 @@ def curriculum(
     losses: list[float] = []
     reached: list[str] = []
     with tinkex.ServiceClient(base_url=url) as service:
-        client = service.create_lora_training_client(BASE_MODEL, rank=32, seed=SEED)
+        client = service.create_lora_training_client(BASE_MODEL, rank=32, seed=SEED).result()
         tokenizer = client.get_tokenizer()
         # `every=5`: a state is saved after every fifth step, so at most five steps are ever computed again.
         with tinkex.resilient(client, every=5, policy={"enabled": True, "backoff_ms": 200}) as trainer:
@@ -99,7 +99,7 @@ def curriculum(
                     level += 1
             tested = [example(tokenizer, addition.prompt(a, b), addition.answer(a, b)) for a, b in held_out]
             outputs = trainer.forward(tested, "cross_entropy").result().loss_fn_outputs
-            after = accuracy(trainer.save_weights_and_get_sampling_client(), held_out)
+            after = accuracy(trainer.save_weights_and_get_sampling_client().result(), held_out)
         bits = [output["logprobs"].to_numpy().astype(np.float32).tobytes() for output in outputs]
         return losses, reached, bits, after, trainer.recoveries
 

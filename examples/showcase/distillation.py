@@ -59,10 +59,10 @@ def main() -> None:
     train, held_out = problems(held_out=200, seed=SEED)
 
     with connect() as service:
-        base = service.create_sampling_client(base_model=BASE_MODEL)
+        base = service.create_sampling_client(base_model=BASE_MODEL).result()
         before = accuracy(base, held_out)
 
-        teaching = service.create_lora_training_client(BASE_MODEL, rank=32, seed=SEED)
+        teaching = service.create_lora_training_client(BASE_MODEL, rank=32, seed=SEED).result()
         tokenizer = teaching.get_tokenizer()
         for step in range(TEACHER_STEPS):
             batch = [example(tokenizer, addition.prompt(*p), addition.answer(*p)) for p in chosen.sample(train, BATCH)]
@@ -70,14 +70,14 @@ def main() -> None:
             teaching.optim_step(AdamParams(learning_rate=1e-3 * (1 - step / TEACHER_STEPS))).result()
         # A snapshot: the student's teacher stays as it is, whatever becomes of the run behind it.
         snapshot = teaching.save_weights_for_sampler("teacher").result().path
-        teacher = service.create_sampling_client(model_path=snapshot)
+        teacher = service.create_sampling_client(model_path=snapshot).result()
         of_teacher = accuracy(teacher, held_out)
         console.print(f"{BASE_MODEL}: {before:.1%}, teacher of rank 32: {of_teacher:.1%} of {len(held_out)} right")
 
         data, entropy = taught_by(teacher, [addition.prompt(a, b) for a, b in chosen.sample(train, QUESTIONS)])
         console.print(f"{len(data)} questions answered by the teacher, {K} likeliest tokens at each position\n")
 
-        student = service.create_lora_training_client(BASE_MODEL, rank=4, seed=SEED)
+        student = service.create_lora_training_client(BASE_MODEL, rank=4, seed=SEED).result()
         divergences: list[float] = []
         for step in range(1, STUDENT_STEPS + 1):
             batch = chosen.sample(data, BATCH)
@@ -89,7 +89,7 @@ def main() -> None:
                 console.print(f"step {step:2}  divergence from the teacher {divergences[-1]:.3f} nats per token")
         draw("distillation", {"divergence from the teacher, nats per token": divergences})
 
-        pupil = student.save_weights_and_get_sampling_client()
+        pupil = student.save_weights_and_get_sampling_client().result()
         of_student = accuracy(pupil, held_out)
         asked = [addition.prompt(a, b) for a, b in held_out]
         agreeing = np.mean([x == y for x, y in zip(answers(pupil, asked), answers(teacher, asked), strict=True)])

@@ -55,11 +55,11 @@ def main() -> None:
     train, held_out = problems(held_out=128, seed=SEED)
 
     with connect() as service:
-        base = service.create_sampling_client(base_model=BASE_MODEL)
+        base = service.create_sampling_client(base_model=BASE_MODEL).result()
         liked_before, right_before = judged(base, held_out)
         console.print(f"before: {liked_before:.0%} of the answers are worded as liked, {right_before:.0%} are right\n")
 
-        client = service.create_lora_training_client(BASE_MODEL, rank=16, seed=SEED)
+        client = service.create_lora_training_client(BASE_MODEL, rank=16, seed=SEED).result()
         tokenizer = client.get_tokenizer()
         # Pairs: of several answers to the same question, one that the annotator likes and one that it does not.
         asked = chosen.sample(train, 160)
@@ -111,7 +111,7 @@ def main() -> None:
                 console.print(f"step {step:2}  loss {losses[-1]:.3f}  margin {margins[-1]:.2f}  {ranked}")
 
         draw("preference training", {"loss per pair": losses, "margin": margins})
-        liked, right = judged(client.save_weights_and_get_sampling_client(), held_out)
+        liked, right = judged(client.save_weights_and_get_sampling_client().result(), held_out)
 
     conclude(
         f"answers worded as liked rise from under 60% to at least {STATED:.0%}, and at least {STATED:.0%} are right",

@@ -40,9 +40,9 @@ def main() -> None:
     train, held_out = problems(held_out=200, seed=SEED)
 
     with connect() as service:
-        client = service.create_lora_training_client(BASE_MODEL, rank=32, seed=SEED)
+        client = service.create_lora_training_client(BASE_MODEL, rank=32, seed=SEED).result()
         tokenizer = client.get_tokenizer()
-        before = accuracy(service.create_sampling_client(base_model=BASE_MODEL), held_out)
+        before = accuracy(service.create_sampling_client(base_model=BASE_MODEL).result(), held_out)
         console.print(f"{BASE_MODEL} before: {before:.1%} of {len(held_out)} held-out problems right\n")
 
         rewards: list[float] = []
@@ -50,7 +50,7 @@ def main() -> None:
         for step in range(1, STEPS + 1):
             batch: list[Problem] = chosen.sample(train, PROBLEMS)
             prompts = [addition.prompt(a, b) for a, b in batch]
-            sampler = client.save_weights_and_get_sampling_client()
+            sampler = client.save_weights_and_get_sampling_client().result()
             groups = ask(
                 sampler, prompts, samples=GROUP, temperature=1.0, max_tokens=addition.MAX_ANSWER_TOKENS, seed=step
             )
@@ -75,7 +75,7 @@ def main() -> None:
             console.print(f"step {step:2}  mean reward {rewards[-1]:.2f}  groups that disagree {told[-1]:.0%}")
 
         draw("mean reward", {"mean reward": rewards, "share of groups that disagree": told})
-        after = accuracy(client.save_weights_and_get_sampling_client(), held_out)
+        after = accuracy(client.save_weights_and_get_sampling_client().result(), held_out)
 
     conclude(
         f"accuracy on held-out problems rises from under 40% to at least {STATED:.0%} without one right answer shown",

@@ -34,9 +34,9 @@ def main() -> None:
     validation, test = held_out[:100], held_out[100:]
 
     with connect() as service:
-        client = service.create_lora_training_client(BASE_MODEL, rank=32, seed=SEED)
+        client = service.create_lora_training_client(BASE_MODEL, rank=32, seed=SEED).result()
         tokenizer = client.get_tokenizer()
-        before = accuracy(service.create_sampling_client(base_model=BASE_MODEL), test)
+        before = accuracy(service.create_sampling_client(base_model=BASE_MODEL).result(), test)
         console.print(f"{BASE_MODEL} before: {before:.1%} of {len(test)} test problems right\n")
 
         unseen = [example(tokenizer, addition.prompt(a, b), addition.answer(a, b)) for a, b in validation]
@@ -66,7 +66,7 @@ def main() -> None:
                 )
 
         draw("loss per problem", {"training loss per problem": training_losses, "validation loss": validation_losses})
-        best = service.create_sampling_client(model_path=best_path)
+        best = service.create_sampling_client(model_path=best_path).result()
         after = accuracy(best, test)
 
         table = Table(title="test problems, answered by the best checkpoint", title_justify="left")

@@ -49,7 +49,7 @@ async def right(sampler: tinkex.SamplingClient, tested: list[Problem]) -> float:
 
 async def run(service: tinkex.ServiceClient, rate: float, rank: int, tested: list[Problem]) -> Outcome:
     """One run of the grid: a loop like any other. All runs see the same batches, so only rate and rank differ."""
-    client = await service.create_lora_training_client_async(BASE_MODEL, rank=rank, seed=SEED)
+    client = await service.create_lora_training_client(BASE_MODEL, rank=rank, seed=SEED)
     tokenizer = await client.get_tokenizer_async()
     chosen, train = random.Random(SEED), addition.training_problems()
     loss = 0.0
@@ -61,7 +61,7 @@ async def run(service: tinkex.ServiceClient, rate: float, rank: int, tested: lis
         loss = (await passed).metrics["loss:sum"] / BATCH
         await stepped
     saved = await client.save_weights_for_sampler("sweep", user_metadata={"rate": f"{rate:g}", "rank": str(rank)})
-    accuracy = await right(await service.create_sampling_client_async(model_path=saved.path), tested)
+    accuracy = await right(await service.create_sampling_client(model_path=saved.path), tested)
     console.print(f"rate {rate:<7g} rank {rank:<3} loss {loss:6.3f}  accuracy {accuracy:.1%}")
     return Outcome(rate, rank, loss, accuracy, saved.path)
 

@@ -151,10 +151,10 @@ def main() -> None:
     train, held_out = stories[96:], stories[:96]
 
     with connect() as service:
-        base = service.create_sampling_client(base_model=BASE_MODEL)
+        base = service.create_sampling_client(base_model=BASE_MODEL).result()
         console.print(f"{BASE_MODEL} guesses: {answers(base, [train[0].question + 'Answer:'])[0].strip()}")
 
-        client = service.create_lora_training_client(BASE_MODEL, rank=32, seed=SEED)
+        client = service.create_lora_training_client(BASE_MODEL, rank=32, seed=SEED).result()
         tokenizer = client.get_tokenizer()
         for _ in range(WARM_UP_STEPS):
             batch = []
@@ -166,13 +166,15 @@ def main() -> None:
             client.forward_backward(batch, "cross_entropy")
             client.optim_step(AdamParams(learning_rate=2e-3)).result()
 
-        reads_before, right_before = measured(play(client.save_weights_and_get_sampling_client(), held_out, 1, SEED))
+        reads_before, right_before = measured(
+            play(client.save_weights_and_get_sampling_client().result(), held_out, 1, SEED)
+        )
         console.print(f"after the warm-up: {reads_before:.0%} read the story, {right_before:.0%} are right\n")
 
         rewards: list[float] = []
         reads: list[float] = []
         for step in range(1, STEPS + 1):
-            sampler = client.save_weights_and_get_sampling_client()
+            sampler = client.save_weights_and_get_sampling_client().result()
             episodes = play(sampler, chosen.sample(train, QUESTIONS), GROUP, seed=step)
             data: list[Datum] = []
             for first in range(0, len(episodes), GROUP):
@@ -190,7 +192,7 @@ def main() -> None:
             console.print(f"step {step:2}  mean reward {reward:.2f}  episodes that read {share:.0%}")
 
         draw("reading pays", {"mean reward": rewards, "episodes that read": reads})
-        episodes = play(client.save_weights_and_get_sampling_client(), held_out, 1, SEED)
+        episodes = play(client.save_weights_and_get_sampling_client().result(), held_out, 1, SEED)
         reads_after, right_after = measured(episodes)
         console.print("\nan episode about a story that was not trained on:\n")
         console.print(next((episode.text for episode in episodes if episode.calls), "(none reads)"), soft_wrap=True)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeAlias
 
 from tinkex import loss_graphs, protocol
 from tinkex.client.deprecations import deprecated, value_twin
@@ -554,6 +554,9 @@ class ServiceClient:
             closing._outcome(timeout=10)
         except TimeoutError:  # the error that ended the block matters more
             logger.warning("the session could not be finished within 10 s")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ServiceClient cannot be pickled: make one in the other process")
 
     def __repr__(self) -> str:
         return f"ServiceClient(base_url={self._session.config.base_url!r})"

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, Unpack, get_args
 from urllib.parse import quote
 
 import numpy as np
@@ -1081,6 +1081,9 @@ class TrainingClient:
         """Like `get_tokenizer`."""
         info = await self._session.call(self._info)
         return await asyncio.to_thread(get_or_load_tokenizer, tokenizer_id_of(info), backend=backend, load_fun=load_fun)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a TrainingClient cannot be pickled: save its state, and resume that in the other process")
 
     def __repr__(self) -> str:
         return f"TrainingClient({self.model_id!r})"

@@ -77,9 +77,16 @@ def value_twin(method: Callable[P, APIFuture[T]], advice: str = "") -> Callable[
     """
 
     async def give(name: str, client: Any, args: Any, kwargs: Any) -> Any:
-        return await getattr(client, name)(*args, **kwargs)
+        call = getattr(client, name)
+        if hasattr(call, "__deprecated__"):  # the twin has warned already
+            call = functools.partial(inspect.unwrap(call, stop=_is_plain), client)
+        return await call(*args, **kwargs)
 
     return _made(method, give, "awaiting it gives the value.", advice)
+
+
+def _is_plain(function: Any) -> bool:
+    return not hasattr(function, "__deprecated__")
 
 
 def _made(

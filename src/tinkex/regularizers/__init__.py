@@ -6,6 +6,7 @@ Names are resolved when first used: what computes imports torch, specs and outpu
 
 Example:
     >>> import torch
+    >>> from tinkex.regularizers import L1, RegularizerSpec, compute
     >>> loss = lambda data, logprobs: (-logprobs.mean(), {})
     >>> output = compute([], torch.tensor([-1.0, -3.0]), loss, [RegularizerSpec(L1(), weight=0.5)])
     >>> output.base_loss.value, output.regularizers["l1_sparsity"].contribution, output.loss
