@@ -22,8 +22,10 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import Wire, serving
 from tinkex.cli import run
 from tinkex.cli.main import COMMANDS, cli, main
+from tinkex.cli.options import Connection
 from tinkex.cli.output import size
 from tinkex.cli.results import Result
+from tinkex.config import HOSTED_URL
 from tinkex.engine import BaseModel
 from tinkex.engine.fake import FakeEngine
 
@@ -192,28 +194,49 @@ def test_the_last_of_an_option_given_twice_wins(command: Command, here: str, run
     assert shown.json["shown"] == 2
 
 
-@pytest.mark.covers("Q-16", "1.16.1")
+@pytest.mark.covers("1.16.1")
 @pytest.mark.parametrize(
-    "words",
+    ("words", "said"),
     [
-        ("run", "list"),
-        ("checkpoint", "list"),
-        ("checkpoint", "info", "tinker://a/weights/b"),
-        ("checkpoint", "delete", "tinker://a/weights/b", "--yes"),
-        ("model", "list"),
-        ("session", "list"),
-        ("run", "--base-model", "x", "--prompt", "y"),
-        ("checkpoint", "--base-model", "x", "--output", "y"),
-        ("auth", "whoami"),
-        ("billing", "checkpoint-storage"),
+        (("run", "list"), "Training runs ("),
+        (("checkpoint", "list"), "Checkpoints ("),
+        (("checkpoint", "info", "tinker://a/weights/b"), "at local: 404"),
+        (("checkpoint", "delete", "tinker://a/weights/b", "--yes"), "at local: 404"),
+        (("model", "list"), "tinkex/tiny"),
+        (("session", "list"), "Sessions ("),
+        (("run", "--base-model", "x", "--prompt", "y"), "at local: 400"),
+        (("checkpoint", "--base-model", "x", "--output", "y"), "at local: 400"),
+        (("billing", "checkpoint-storage"), "storage"),
     ],
 )
-def test_a_missing_key_is_told_by_every_command(command: Command, words: tuple[str, ...]) -> None:
+def test_every_command_computes_here_when_nothing_is_set(command: Command, words: tuple[str, ...], said: str) -> None:
+    shown = command(*words)
+    assert said in shown.out + shown.err
+
+
+@pytest.mark.covers("Q-16", "1.16.1")
+@pytest.mark.parametrize("words", [("auth", "whoami"), ("model", "list", "--base-url", HOSTED_URL)])
+def test_a_missing_key_is_told_where_one_is_needed(command: Command, words: tuple[str, ...]) -> None:
     shown = command(*words)
     assert shown.code == 1
     assert "api_key is required" in shown.err
     assert "--api-key" in shown.err
     assert isinstance(shown.result.error, tinkex.ConfigurationError)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("TINKER_API_KEY", "tml-x"), ("TINKER_BASE_URL", "http://127.0.0.1:9"), (None, None)]
+)
+def test_one_rule_says_where_commands_connect(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, value: str | None
+) -> None:
+    if variable is not None:
+        assert value is not None
+        monkeypatch.setenv(variable, value)
+    found = {Connection(None, None).config().base_url, Connection(None, None, 3.0).config().base_url}
+    assert found == {HOSTED_URL if variable == "TINKER_API_KEY" else value or "local"}
+    assert Connection("tml-y", None).config().base_url in (HOSTED_URL, value)
+    assert Connection(None, "http://127.0.0.1:8").config().base_url == "http://127.0.0.1:8"
 
 
 @pytest.mark.covers("1.16.1")

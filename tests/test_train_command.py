@@ -28,7 +28,7 @@ from support import MODEL, serving
 from tinkex import LocalBackend, RestClient, ServiceClient, configure
 from tinkex.chats import ChatFormat
 from tinkex.cli.main import cli
-from tinkex.cli.servers import server_url
+from tinkex.cli.options import server_url
 from tinkex.cli.svg import chart
 from tinkex.cli.train import Pruning
 from tinkex.engine import BaseModel, EngineError

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +189,7 @@ def status(as_json: bool, connection: Connection) -> Outcome:
     from tinkex.errors import TinkerError
     from tinkex.futures import start
 
+    connection = replace(connection, is_for_accounts=True)
     source = credential_source(connection)
     problem = None
     try:
@@ -238,7 +240,7 @@ def credential_source(connection: Connection) -> str | None:
 @connecting
 def whoami(as_json: bool, connection: Connection) -> Outcome:
     """Whom the key belongs to, on servers that tell."""
-    with connection.rest() as rest:
+    with replace(connection, is_for_accounts=True).rest() as rest:
         try:
             found = wait(rest.whoami())
         except RuntimeError as error:

@@ -14,17 +14,8 @@ from typing import Any
 import click
 
 from tinkex.chats import ASSISTANT, AnswerText, ChatFormat, Message
-from tinkex.cli.options import switch, timeout_option
-from tinkex.cli.servers import (
-    API_KEY_HELP,
-    BASE_URL_HELP,
-    context_of,
-    model_of,
-    open_service,
-    place_of,
-    server_url,
-    tokenizer_of,
-)
+from tinkex.cli.options import API_KEY_HELP, BASE_URL_HELP, switch, timeout_option
+from tinkex.cli.servers import context_of, model_of, open_service, place_of, tokenizer_of
 from tinkex.cli.shaping import shaping_of, shaping_options
 from tinkex.cli.terminal import plain_console
 from tinkex.errors import TinkerError
@@ -295,7 +286,7 @@ def chat(
         notes.print(text, style="dim" if notes.is_terminal else None, soft_wrap=True, markup=False)
 
     _never_fail_to_write()
-    with open_service(server_url(base_url, api_key), api_key, timeout) as service:
+    with open_service(base_url, api_key, timeout) as service:
         with notes.status("starting …"):
             sampler, base_model = _open(service, model_or_path)
             talk = Chat(

@@ -22,9 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import tinkex
-from tinkex.cli.options import timeout_option
+from tinkex.cli.options import API_KEY_HELP, timeout_option
 from tinkex.cli.plot import plot
-from tinkex.cli.servers import API_KEY_HELP, open_service
+from tinkex.cli.servers import open_service
 from tinkex.cli.terminal import plain_console
 from tinkex.config import is_embedded
 from tinkex.local import default_data_dir

@@ -318,19 +318,7 @@ def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
 
 
 def _trouble(error: ConfigurationError) -> Finding:
-    """What stands in the way of a connection; where models run on this machine, having no server is no fault."""
-    from tinkex.cli.servers import server_url
-    from tinkex.config import LOCAL
-    from tinkex.errors import ConfigurationError
-    from tinkex.local import require_packages
-
-    if server_url(None, None) == LOCAL:
-        with contextlib.suppress(ConfigurationError):
-            require_packages()
-            found = (
-                "no key and no base URL: `train`, `chat` and `demo` compute inside this process, the others ask for one"
-            )
-            return Finding("key", "warning", found, error.hint or "")
+    """A setting that stands in the way of a connection."""
     return Finding("key", "error", error.message, error.hint or "")
 
 

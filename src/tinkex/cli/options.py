@@ -34,6 +34,13 @@ HINTS = {"pass api_key=…": "give --api-key", 'pass base_url="local"': "give --
 }
 
 
+BASE_URL_HELP = (
+    'Server: a URL, or "local" to compute inside this process.  '
+    "[default: TINKER_BASE_URL; the hosted service where there is an API key; else local]"
+)
+API_KEY_HELP = "API key of the server; local needs none.  [default: TINKER_API_KEY]"
+
+
 class NoSuchCommand(click.UsageError):
     """A word that no command of a group has for its name."""
 
@@ -156,6 +163,20 @@ def formatted(function: F) -> F:
 # ── connection ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def server_url(base_url: str | None, api_key: str | None) -> str | None:
+    """The server that was asked for; None leaves it to the configuration, and without one it is this process."""
+    from tinkex import environment
+    from tinkex.config import LOCAL
+    from tinkex.credentials import stored_key
+
+    if base_url:
+        return base_url
+    found = environment.snapshot()
+    if api_key or any(found.get(name) for name in ("base_url", "api_key", "credential_cmd")) or stored_key():
+        return None
+    return LOCAL
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
     """Where to connect, as the options say; what they leave open is said by the environment."""
@@ -164,16 +185,21 @@ class Connection:
     base_url: str | None = None
     timeout: float | None = None
     """Seconds."""
+    is_for_accounts: bool = False
+    """True if it is about keys, of which this process has none: nothing set then means the hosted service."""
 
     def config(self, **settings: Any) -> Config:
         """The whole settings; ConfigurationError says what is missing."""
         from tinkex.config import Config
         from tinkex.errors import ConfigurationError
 
+        base_url = self.base_url
+        if not self.is_for_accounts:
+            base_url = server_url(self.base_url, self.api_key)
         if self.timeout is not None:
             settings = {"first_contact_patience": min(REST_PATIENCE, self.timeout), **settings}
         try:
-            return Config.resolve(api_key=self.api_key, base_url=self.base_url, timeout=self.timeout, **settings)
+            return Config.resolve(api_key=self.api_key, base_url=base_url, timeout=self.timeout, **settings)
         except ConfigurationError as error:
             for argument, option in HINTS.items():  # said in the words of programs
                 error.hint = error.hint and error.hint.replace(argument, option)
@@ -234,8 +260,8 @@ def seconds_of(timeout: int | None) -> float | None:
 def connecting(function: F) -> F:
     """Adds --api-key, --base-url and --timeout; the command is called with a `connection`."""
 
-    @click.option("--base-url", metavar="URL", help='The server; "local": this process.  [default: TINKER_BASE_URL]')
-    @click.option("--api-key", metavar="KEY", help="The key (better set TINKER_API_KEY).")
+    @click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
+    @click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
     @timeout_option
     @functools.wraps(function)
     def call(*args: Any, base_url: str | None, api_key: str | None, timeout: int | None, **named: Any) -> Any:

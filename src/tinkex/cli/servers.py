@@ -6,31 +6,13 @@ from typing import Any
 
 import click
 
-from tinkex import environment
 from tinkex.cli.options import Connection, seconds_of
-from tinkex.config import LOCAL, is_embedded
-from tinkex.credentials import stored_key
+from tinkex.config import is_embedded
 from tinkex.errors import TinkerError
 from tinkex.local import DEFAULT_MODEL
 from tinkex.rest import RestClient
 from tinkex.service import ServiceClient
 from tinkex.tokenizers import BUNDLED, get_or_load_tokenizer
-
-BASE_URL_HELP = (
-    'Server: a URL, or "local" to compute inside this process.  '
-    "[default: TINKER_BASE_URL; the hosted service where there is an API key; else local]"
-)
-API_KEY_HELP = "API key of the server; local needs none.  [default: TINKER_API_KEY]"
-
-
-def server_url(base_url: str | None, api_key: str | None) -> str | None:
-    """The server that was asked for; None leaves it to the configuration, and without one it is this process."""
-    if base_url:
-        return base_url
-    found = environment.snapshot()
-    if api_key or any(found.get(name) for name in ("base_url", "api_key", "credential_cmd")) or stored_key():
-        return None
-    return LOCAL
 
 
 def open_service(

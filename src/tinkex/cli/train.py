@@ -27,18 +27,9 @@ from rich.progress import Progress as Bar
 
 from tinkex._version import __version__
 from tinkex.chats import ChatFormat, Rendered
-from tinkex.cli.options import switch, timeout_option
+from tinkex.cli.options import API_KEY_HELP, BASE_URL_HELP, switch, timeout_option
 from tinkex.cli.plot import plot
-from tinkex.cli.servers import (
-    API_KEY_HELP,
-    BASE_URL_HELP,
-    context_of,
-    model_of,
-    open_service,
-    place_of,
-    server_url,
-    tokenizer_of,
-)
+from tinkex.cli.servers import context_of, model_of, open_service, place_of, tokenizer_of
 from tinkex.cli.svg import chart
 from tinkex.cli.terminal import plain_console
 from tinkex.errors import NotFoundError, TinkerError
@@ -354,8 +345,7 @@ class Command:
         """A client of the server; the one before it, if any, is let go."""
         with contextlib.suppress(TinkerError):
             self._services.close()
-        url = server_url(self.options["base_url"], self.options["api_key"])
-        service = open_service(url, self.options["api_key"], self.options["timeout"], self.name)
+        service = open_service(self.options["base_url"], self.options["api_key"], self.options["timeout"], self.name)
         self._service = self._services.enter_context(service)
         return service
 
