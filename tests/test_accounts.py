@@ -398,7 +398,8 @@ def test_nobody_can_do_anything_with_the_things_of_another(two: tuple[Keyed, Key
     for op in [op for op in SERVED if op.name not in NOBODYS]:
         for body in foreign(op.name, own, its):
             heard = bob.send(_path(op, its), body, method=op.method)
-            assert heard.status == 404, (op.name, body, heard)
+            # to cancel what is not there is no error, and does nothing
+            assert heard.status == (200 if op.name == "cancel_future" else 404), (op.name, body, heard)
             seen += 1
     assert seen >= 20
     ended = {
@@ -452,8 +453,8 @@ def test_published_checkpoints_can_be_used_by_others(two: tuple[Keyed, Keyed], s
 def test_a_sample_without_a_session_has_an_owner_too(two: tuple[Keyed, Keyed]) -> None:
     ada, bob = two
     request = ada.post("asample", sample_json("", sampling_session_id=None, base_model="fake"))["request_id"]
-    for path in ("retrieve_future", "cancel_future"):
-        assert bob.send(path, {"request_id": request}).status == 404
+    assert bob.send("retrieve_future", {"request_id": request}).status == 404
+    assert bob.send("cancel_future", {"request_id": request}).status == 200
     assert "error" not in ada.result(request)
 
 

@@ -5,12 +5,12 @@ The checks are here, over the fields that requests share, and not in the handler
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from tinkex.protocol import Operation
 from tinkex.server.handlers import require_session
-from tinkex.server.state import DIRECT, Call, Refusal, State
+from tinkex.server.ownership import is_own
+from tinkex.server.state import Call, Refusal, State
 from tinkex.server.submission import UNKNOWN, failed_receipt, spend
 from tinkex.server.usage import lengths
 from tinkex.types.sampling import SampleRequest
@@ -26,12 +26,15 @@ NOUNS = {
 }
 """The fields that name something with an owner, and what each names."""
 SHOWN_TO_OTHERS = {"get_training_run", "list_checkpoints", "get_checkpoint_archive", "get_external_weights_urls"}
-"""Operations on a run that may be another's, because a checkpoint of it is published: their handlers judge."""
-KNOWN_OWNERS = 10_000
-OWNER = """
-    SELECT session_id AS id, owner FROM sessions WHERE session_id = ?
-    UNION ALL SELECT model_id, owner FROM runs WHERE model_id = ?
-"""
+"""Operations on a run that may be another's, because a checkpoint of it is published."""
+JUDGED_BY_HANDLERS = SHOWN_TO_OTHERS | {
+    "delete_checkpoint",
+    "publish_checkpoint",
+    "unpublish_checkpoint",
+    "set_checkpoint_ttl",
+    "cancel_future",
+}
+"""Operations whose handlers check the owner, so that they answer alike for what is another's and what is not there."""
 UNLIMITED = {"unload_model"}
 """What makes room is never refused for want of it."""
 
@@ -43,37 +46,14 @@ async def check_ownership(state: State, op: Operation, call: Call) -> None:
             raise Refusal(404, f"there is no {NOUNS[field]} {name!r}")
 
 
-async def is_own(state: State, owner: str, field: str, name: str) -> bool:
-    """Whether a thing is someone's own; of one that is not there nobody else is the owner either."""
-    return await _owner(state, field, name) in (None, owner)
-
-
 def _named(op: Operation, call: Call) -> list[tuple[str, str]]:
     target = getattr(call.request, "target", None)
     places: list[Any] = [*([call.request] if call.request is not None else []), *([target] if target else [])]
     named = [(field, getattr(place, field, None)) for place in places for field in NOUNS]
     named += [(field, name) for field, name in call.path.items() if field in NOUNS]
-    if op.name in SHOWN_TO_OTHERS:
-        named = [(field, name) for field, name in named if field != "training_run_id"]
+    if op.name in JUDGED_BY_HANDLERS:
+        named = [(field, name) for field, name in named if field not in ("training_run_id", "request_id")]
     return [(field, name) for field, name in named if isinstance(name, str)]
-
-
-async def _owner(state: State, field: str, name: str) -> str | None:
-    """Whose a thing is: its name begins with its session's, whose owner is remembered."""
-    if field == "request_id" and name.startswith(f"{DIRECT}:"):  # of no session; it says itself who asked
-        promise = state.promises.get(name)
-        return None if promise is None else promise.owner
-    session = name.partition(":")[0]
-    for known in (session, name):
-        if known in state.owners:
-            return state.owners[known]
-    rows = await asyncio.to_thread(state.store.rows, OWNER, session, name)
-    if not rows:
-        return None
-    if len(state.owners) >= KNOWN_OWNERS:
-        state.owners.clear()
-    state.owners[rows[0]["id"]] = owner = str(rows[0]["owner"])
-    return owner
 
 
 def check_room(state: State, op: Operation, call: Call) -> str | None:

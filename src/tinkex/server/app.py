@@ -26,9 +26,10 @@ from tinkex.prometheus import CONTENT_TYPE
 from tinkex.protocol import HEALTHZ, OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
 from tinkex.server import bodies, description, openai, revival, uploads
 from tinkex.server.accounts import Account
-from tinkex.server.admission import check_ownership, check_room, fail_in_band, is_own
+from tinkex.server.admission import check_ownership, check_room, fail_in_band
 from tinkex.server.exports import download_route
 from tinkex.server.handlers import HANDLERS
+from tinkex.server.ownership import is_own
 from tinkex.server.records import misnamed_route
 from tinkex.server.results import encoding
 from tinkex.server.sessions import signed_trace, trace_path
@@ -162,9 +163,10 @@ def _endpoint(op: Operation, state: State) -> Endpoint:
             call = await _read(op, request, state, account)
             response = await _dispatch(op, state, request, call)
         except Refusal as refusal:
+            refusal.detail = state.without_paths(refusal.detail)
             response = _refused(refusal)
         except EngineError as error:
-            response = _error(400 if error.category == "user" else 500, str(error))
+            response = _error(400 if error.category == "user" else 500, state.without_paths(str(error)))
         except ClientDisconnect:
             response = Response(status_code=499)
         except Exception as error:

@@ -177,6 +177,17 @@ def clear_leftovers(state: State, model_id: str) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def reading(directory: Path, name: str) -> Iterator[None]:
+    """Say so when files were deleted while they were read."""
+    try:
+        yield
+    except (FileNotFoundError, EngineError):
+        if directory.is_dir():
+            raise
+        raise EngineError(f"{name} was deleted while it was read") from None
+
+
 def readable(state: State, path: str, reader: str) -> SavedCheckpoint | None:
     """A checkpoint that is there, and that someone may read."""
     saved = state.store.checkpoint(path)

@@ -18,11 +18,11 @@ import importlib
 import re
 import tarfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import format_datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeAlias
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -119,7 +119,10 @@ async def get_external_weights_urls(state: State, call: Call) -> ExternalWeights
     if call.path["kind"] != "external_weights":
         raise Refusal(400, f"{saved.tinker_path} is no export: save_weights_external makes one")
     expires = _expiry(saved)
-    names = await asyncio.to_thread(lambda: [file.name for file in contents(saved.directory)])
+    try:
+        names = await asyncio.to_thread(lambda: [file.name for file in contents(saved.directory)])
+    except FileNotFoundError:  # deleted meanwhile
+        raise nothing_at(saved.tinker_path) from None
     urls = {name: _address(state, call, saved, name, expires) for name in names}
     return ExternalWeightsUrlsResponse(urls=urls, expires=dt.datetime.fromtimestamp(expires, dt.UTC))
 
@@ -210,9 +213,10 @@ async def _download(state: State, request: Request) -> Response:
     pieces = await asyncio.to_thread(_pieces, saved, file)
     try:
         digest = await asyncio.to_thread(_digest, pieces)
+        files = await asyncio.to_thread(_opened, pieces)
     except FileNotFoundError:  # deleted meanwhile
         raise nothing_at(path) from None
-    return _respond(request, pieces, digest)
+    return _respond(request, pieces, files, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +247,8 @@ def _pieces(saved: SavedCheckpoint, file: str) -> tuple[Piece, ...]:
     except FileNotFoundError:
         raise nothing_at(saved.tinker_path) from None
     except EngineError as error:
+        if not saved.directory.is_dir():
+            raise nothing_at(saved.tinker_path) from None
         raise Refusal(500, str(error), headers={"X-Should-Retry": "false"}) from None
     raise Refusal(404, f"{saved.tinker_path} has no file {file!r}")
 
@@ -275,7 +281,20 @@ def _digest(pieces: tuple[Piece, ...]) -> bytes:
     return digest.digest()
 
 
-def _respond(request: Request, pieces: tuple[Piece, ...], digest: bytes) -> Response:
+Files: TypeAlias = Mapping[Path, BinaryIO]
+
+
+def _opened(pieces: tuple[Piece, ...]) -> Files:
+    """Open the files that are sent: they may be deleted meanwhile, and are sent all the same."""
+    return {piece.path: piece.path.open("rb") for piece in pieces if piece.path is not None}
+
+
+def _close(files: Files) -> None:
+    for file in files.values():
+        file.close()
+
+
+def _respond(request: Request, pieces: tuple[Piece, ...], files: Files, digest: bytes) -> Response:
     size = sum(piece.size for piece in pieces)
     headers = {
         "Accept-Ranges": "bytes",
@@ -290,12 +309,14 @@ def _respond(request: Request, pieces: tuple[Piece, ...], digest: bytes) -> Resp
         if wanted is not None:
             start, stop = wanted
             if start >= stop:
+                _close(files)
                 return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{size}"})
             status, headers["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{size}"
     headers["Content-Length"] = str(stop - start)
     if request.method == "HEAD":
+        _close(files)
         return Response(status_code=status, headers=headers)
-    return StreamingResponse(_read(pieces, start, stop), status, headers)
+    return StreamingResponse(_read(pieces, files, start, stop), status, headers)
 
 
 def _range(header: str, size: int) -> tuple[int, int] | None:
@@ -311,24 +332,25 @@ def _range(header: str, size: int) -> tuple[int, int] | None:
     return int(first), min(int(last) + 1, size) if last else size
 
 
-async def _read(pieces: tuple[Piece, ...], start: int, stop: int) -> AsyncIterator[bytes]:
+async def _read(pieces: tuple[Piece, ...], files: Files, start: int, stop: int) -> AsyncIterator[bytes]:
     """The bytes of a span."""
     position = 0
-    for piece in pieces:
-        first, last = max(start - position, 0), min(stop - position, piece.size)
-        position += piece.size
-        if first >= last:
-            continue
-        if piece.path is None:
-            yield piece.data[first:last]
-            continue
-        with await asyncio.to_thread(piece.path.open, "rb") as file:
+    try:
+        for piece in pieces:
+            first, last = max(start - position, 0), min(stop - position, piece.size)
+            position += piece.size
+            if first >= last:
+                continue
+            if piece.path is None:
+                yield piece.data[first:last]
+                continue
+            file = files[piece.path]
             file.seek(first)
             while first < last:
                 chunk = await asyncio.to_thread(file.read, min(CHUNK, last - first))
-                if not chunk:
-                    raise ConnectionError(
-                        f"{piece.path.name} has become shorter"
-                    )  # the reader must not take it for whole
+                if not chunk:  # the reader must not take it for whole
+                    raise ConnectionError(f"{piece.path.name} has become shorter")
                 first += len(chunk)
                 yield chunk
+    finally:
+        _close(files)

@@ -19,9 +19,10 @@ from tinkex.engine import STABLE_REINFORCE, EngineError, Listener, Recalled, tok
 from tinkex.server import inflight
 from tinkex.server.accounts import auth_token, delete_api_key, get_api_key
 from tinkex.server.checkpoint_search import search_checkpoints
-from tinkex.server.checkpoints import Wanted, find_checkpoint, readable, saving
+from tinkex.server.checkpoints import Wanted, find_checkpoint, readable, reading, saving
 from tinkex.server.completions import poll, target_of
 from tinkex.server.exports import get_checkpoint_archive, get_external_weights_urls, save_weights_external
+from tinkex.server.ownership import is_own
 from tinkex.server.provenance import recall
 from tinkex.server.records import (
     copy_weights,
@@ -569,9 +570,10 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
             state.engine.load(model_id, loaded, optimizer=True)
         else:
             saved = find_checkpoint(state, request.path, "weights", base_model, reader=reader)
-            check(saved.directory)
-            state.check_base(saved.base_model, saved.base_digest, request.path)
-            state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
+            with reading(saved.directory, request.path):
+                check(saved.directory)
+                state.check_base(saved.base_model, saved.base_digest, request.path)
+                state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
         return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
 
     return await enqueue(state, call, model_id, request.seq_id, work)
@@ -595,8 +597,9 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
             base_model, lora, directory = saved.base_model, saved.lora, saved.directory
         live = LiveRun(new_run(state, model_id, call, base_model, lora, optimizer))
         try:
-            check(directory)
-            state.engine.load(model_id, directory, optimizer=request.optimizer or directory == loaded)
+            with reading(directory, request.path):
+                check(directory)
+                state.engine.load(model_id, directory, optimizer=request.optimizer or directory == loaded)
             write_state(state, live, 0)  # the checkpoint may be deleted as soon as the client knows that it is loaded
         except BaseException:  # a run that is not what was asked for must not be trained by mistake
             state.engine.drop(model_id)
@@ -781,7 +784,11 @@ async def cancel_future(state: State, call: Call) -> Empty:
     """Give a sample up. Whatever has a place in a run's order is carried out all the same, and what has ended stays."""
     request: CancelFutureRequest = call.request
     promise = state.promises.get(request.request_id)
-    if promise is not None and promise.cancel is not None:
+    if (
+        promise is not None
+        and promise.cancel is not None
+        and await is_own(state, call.owner, "request_id", request.request_id)
+    ):
         promise.cancel()
         promise.fail(CANCELLED)
     return Empty()

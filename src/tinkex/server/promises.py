@@ -156,7 +156,11 @@ class Log:
 class Promises:
     """All promises of a server."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, conceal: Callable[[str], str] = lambda text: text
+    ) -> None:
+        self._conceal = conceal
+        """Takes out of a failure's text what its reader is not to know."""
         self._promises: dict[str, Promise] = {}
         self._logs: dict[Target, Log] = {}
         self._gone: dict[str, None] = {}
@@ -314,10 +318,10 @@ class Promises:
             return
         except EngineError as error:
             if not self.are_closed:
-                promise.fail(str(error), RequestErrorCategory(error.category))
+                promise.fail(self._conceal(str(error)), RequestErrorCategory(error.category))
         except Exception as error:
             logger.exception("%s failed", promise.request_id)
-            promise.fail(internal(error), RequestErrorCategory.Server)
+            promise.fail(self._conceal(internal(error)), RequestErrorCategory.Server)
 
 
 def internal(error: Exception) -> str:

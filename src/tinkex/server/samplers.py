@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tinkex.engine import EngineError, Listener
 from tinkex.server import inflight
+from tinkex.server.checkpoints import reading
 from tinkex.server.seals import check
 from tinkex.server.state import Refusal, State
 from tinkex.server.store import Sampler
@@ -109,10 +110,12 @@ async def draw(
     sampler = source.target or source.name
     try:
         response, recordings = await state.worker.sample(job, sampler, request, seed, listener, owner, source.cache)
-    except EngineError:
-        if loading is not None and loading.done() and (error := loading.exception()) is not None:
-            raise error from None
-        raise
+    except EngineError as refused:
+        error = loading.exception() if loading is not None and loading.done() else None
+        if isinstance(error, EngineError) or error is None:
+            error = error or refused
+            raise EngineError(state.without_paths(str(error)), error.category) from None
+        raise error from None
     if recordings:
         await state.recordings.keep(job.partition(":")[0], job, request.prompt.length, recordings)
     return response
@@ -134,6 +137,9 @@ def load(state: State, source: WeightSource) -> asyncio.Future[None]:
 
 def _load(state: State, source: WeightSource) -> None:
     """Load weights whose files are as they were written. On the worker."""
-    if source.directory is not None:
+    if source.directory is None:
+        state.engine.load_sampler(source.name, source.base_model, None)
+        return
+    with reading(source.directory, source.name.partition("@")[0]):
         check(source.directory)
-    state.engine.load_sampler(source.name, source.base_model, source.directory)
+        state.engine.load_sampler(source.name, source.base_model, source.directory)

@@ -203,7 +203,10 @@ class State:
         self.data_dir = data_dir
         self.limits = limits
         self.worker = Worker(engine)
-        self.promises = Promises()
+        self.promises = Promises(conceal=self.without_paths)
+        directories = [model.directory.parent for model in engine.models() if model.directory is not None]
+        self._places = sorted({str(place) for place in (data_dir, *directories)}, key=len, reverse=True)
+        """Directories that others are not told of, the innermost first."""
         self.windows = {model.name: model.context_length for model in engine.models()}
         """How many tokens each base model takes."""
         self.runs: dict[str, LiveRun] = {}
@@ -314,6 +317,12 @@ class State:
         if task is None:
             task = self.reviving[name] = asyncio.create_task(self.revive(name))
         await asyncio.shield(task)
+
+    def without_paths(self, text: str) -> str:
+        """A text for others, without the places of this server's files."""
+        for place in self._places:
+            text = text.replace(f"{place}/", "").replace(place, "the data directory")
+        return text
 
     def _has_sleeping_runs(self, session_id: str) -> bool:
         """Whether an earlier life left runs of a session that have not been taken up: their passes are not known."""
