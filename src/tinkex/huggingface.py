@@ -359,7 +359,7 @@ def _prepare(directory: Path, info: WeightsInfoResponse) -> None:
         raise HubError(f"the checkpoint has neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         raise HubError(f"{CONFIG} of the checkpoint is not a JSON object")

@@ -93,7 +93,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
             if not 0 <= entry["data_offsets"][0] <= entry["data_offsets"][1] <= end:
                 raise ValueError(f"{name} lies outside of it")
             yield name, Tensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CommandError(f"{file} cannot be read: {error}", error) from None
 
 
@@ -136,7 +136,7 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
         found = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CommandError(f"{directory / CONFIG} cannot be read: {error}", error) from None
     return found if isinstance(found, dict) else {}
 

@@ -138,7 +138,8 @@ def revoke(number: int, data_dir: Path | None, as_json: bool) -> Outcome:
 def _store(data_dir: Path | None, *, new: bool = False) -> Iterator[Store]:
     import sqlite3
 
-    from tinkex.local import default_data_dir
+    from tinkex.local import default_data_dir, unusable
+    from tinkex.server.data_dir import DataDirError
     from tinkex.server.store import DATABASE, Store
 
     directory = (data_dir or default_data_dir()).expanduser()
@@ -148,6 +149,8 @@ def _store(data_dir: Path | None, *, new: bool = False) -> Iterator[Store]:
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.closing(Store(directory / DATABASE)) as store:
             yield store
+    except DataDirError as error:
+        raise CommandError(str(unusable(directory, error)), error) from None
     except (OSError, sqlite3.Error) as error:
         told = reason_of(error) if isinstance(error, OSError) else f"{directory}: {error}"
         raise CommandError(told, error) from None

@@ -162,7 +162,11 @@ def serve(
     network, give it HF_HUB_OFFLINE=1 as well, or it looks for the tokenizer there first.
     """
     data_dir = data_dir or default_data_dir()
-    if host not in LOOPBACK and not api_key and not _has_keys(data_dir):
+    try:
+        is_open = not api_key and not _has_keys(data_dir)
+    except (OSError, DataDirError, sqlite3.Error) as error:
+        raise click.ClickException(str(unusable(data_dir, error))) from None
+    if host not in LOOPBACK and is_open:
         raise click.UsageError(
             f"listening on {host} would let anyone in: make a key with `tinkex key create`, set TINKEX_SERVER_API_KEY, "
             "or listen on 127.0.0.1"
@@ -292,6 +296,8 @@ async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], obje
             await app.state.server.drain()  # clients can still fetch their results meanwhile
             await leave(app.state.server)
             await super().shutdown(sockets)
+            if getattr(self.lifespan, "shutdown_failed", False):
+                raise EngineError("the server could not put everything in order before it ended: see its log", "server")
 
     config = uvicorn.Config(
         app,

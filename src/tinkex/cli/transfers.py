@@ -163,7 +163,10 @@ def _prepare(directory: Path, path: str, base_model: str) -> list[str]:
     config = directory / CONFIG
     if not config.exists() or not any((directory / name).exists() for name in WEIGHTS):
         raise CommandError(f"{path} holds no PEFT adapter: {CONFIG} and {WEIGHTS[0]} are not both there")
-    settings = json.loads(config.read_text(encoding="utf-8"))
+    try:
+        settings = dict(json.loads(config.read_text(encoding="utf-8")))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CommandError(f"{CONFIG} of {path} is not a JSON object: {error}", error) from None
     settings["base_model_name_or_path"] = base_model
     config.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return sorted(file.name for file in directory.iterdir() if file.is_file() and file.name not in NOT_PEFT)
@@ -363,9 +366,10 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
     import sqlite3
 
     from tinkex.engine import EngineError
-    from tinkex.local import default_data_dir, require_packages, resolve_models
+    from tinkex.local import default_data_dir, require_packages, resolve_models, unusable
 
     require_packages()
+    from tinkex.server.data_dir import DataDirError
     from tinkex.server.imports import import_adapter, read_source
     from tinkex.server.store import DATABASE, Store
 
@@ -386,6 +390,8 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
                 saved = import_adapter(store, directory, model, base_directory, name, progress=meter)
         finally:
             store.close()
+    except DataDirError as error:
+        raise CommandError(str(unusable(data_dir or default_data_dir(), error)), error) from None
     except (EngineError, OSError, sqlite3.Error) as error:
         raise CommandError(reason_of(error), error) from None
     click.echo(saved.tinker_path)

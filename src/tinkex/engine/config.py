@@ -6,7 +6,6 @@ Where a file leaves something out, the family's own default holds, as in transfo
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinkex.engine import BaseModel, EngineError
+from tinkex.engine.files import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -98,16 +98,14 @@ class DecoderConfig:
         """From the `config.json` in a checkpoint directory."""
         path = directory / "config.json"
         try:
-            fields = json.loads(path.read_text())
+            fields = read_object(path)
         except FileNotFoundError:
             raise EngineError(f"{directory} has no config.json: not a Hugging Face checkpoint") from None
-        except json.JSONDecodeError as error:
-            raise EngineError(f"{path} is not valid JSON: {error}") from None
         try:
             return cls.from_json(fields)
         except KeyError as error:
             raise EngineError(f"{path} does not say {error}") from None
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise EngineError(f"{path} holds something of another kind than it should: {error}") from None
 
     @classmethod
@@ -393,14 +391,9 @@ def _token_id(directory: Path, about: Fields, content: str) -> int | None:
 def _read_json(path: Path) -> dict[str, Any]:
     """An optional file, which has to be a JSON object if it is there."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise EngineError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise EngineError(f"{path} is not a JSON object")
-    return fields
 
 
 def describe(name: str, directory: Path) -> BaseModel:

@@ -20,7 +20,8 @@ from tinkex.engine.config import DecoderConfig, ExpertsConfig, inverse_frequenci
 from tinkex.engine.copies import mark, to_host_beside
 from tinkex.engine.decoder import Decoder, Layer, Mlp
 from tinkex.engine.experts import Experts
-from tinkex.engine.lora import ALPHA, GROUPS, Layout, Linear
+from tinkex.engine.files import read_object, shown
+from tinkex.engine.lora import ALPHA, GROUPS, MAX_RANK, Layout, Linear
 from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
@@ -54,7 +55,10 @@ class _Tensors:
 
     def _check_index(self) -> None:
         index = self._directory / "model.safetensors.index.json"
-        if index.exists() and (lost := json.loads(index.read_text())["weight_map"].keys() - self._where.keys()):
+        named = read_object(index).get("weight_map") if index.exists() else {}
+        if not isinstance(named, dict):
+            raise EngineError(f"{index} has no weight_map")
+        if lost := named.keys() - self._where.keys():
             raise EngineError(f"{self._directory} lacks the shards of {len(lost)} tensors, such as {min(lost)}")
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -273,11 +277,9 @@ def read_lora_config(directory: Path) -> LoraConfig:
     """The shape of a saved adapter; what this engine would compute differently is refused."""
     path = directory / ADAPTER_CONFIG
     try:
-        fields = json.loads(path.read_text())
+        fields = read_object(path)
     except FileNotFoundError:
         raise EngineError(f"{directory} has no {ADAPTER_CONFIG}: not a PEFT adapter") from None
-    except json.JSONDecodeError as error:
-        raise EngineError(f"{path} is not valid JSON: {error}") from None
     for name, expected in {
         "lora_alpha": ALPHA,
         "alpha_pattern": {},
@@ -286,14 +288,19 @@ def read_lora_config(directory: Path) -> LoraConfig:
         "use_rslora": False,
     }.items():
         if fields.get(name, expected) != expected:
-            raise EngineError(f"{path}: {name} is {fields[name]!r}; only {expected!r} is supported")
-    modules = set(fields.get("target_modules") or [])
+            raise EngineError(f"{path}: {name} is {shown(fields[name])}; only {expected!r} is supported")
+    rank, targets = fields.get("r"), fields.get("target_modules") or []
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+        raise EngineError(f"{path}: r must be a whole number between 1 and {MAX_RANK}, got {shown(rank)}")
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise EngineError(f"{path}: target_modules must be a list of names, got {shown(targets)}")
+    modules = set(targets)
     groups = {group for group, members in GROUPS.items() if modules & set(members)}
     missing = {name for group in groups for name in GROUPS[group]} ^ modules
     if missing or not groups:
         raise EngineError(f"{path}: target_modules {sorted(modules)} are not whole groups of {GROUPS}")
     flags = {f"train_{group}": group in groups for group in GROUPS}
-    return LoraConfig(rank=int(fields["r"]), **flags)
+    return LoraConfig(rank=rank, **flags)
 
 
 def load_adapter(directory: Path, layout: Layout, like: State, *, optimizer: bool) -> State:

@@ -27,6 +27,8 @@ from tinkex.protocol import HEALTHZ, OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operat
 from tinkex.server import bodies, description, openai, revival, uploads
 from tinkex.server.accounts import Account
 from tinkex.server.admission import check_ownership, check_room, fail_in_band
+from tinkex.server.complaints import FULL_DISK, complain
+from tinkex.server.data_dir import is_full_disk
 from tinkex.server.exports import download_route
 from tinkex.server.handlers import HANDLERS
 from tinkex.server.ownership import is_own
@@ -92,9 +94,11 @@ def create_app(
                 state.promises.are_closed = True
             await state.worker.stop()
             state.close_journals()
-            await state.meter.flush()
-            state.store.close()
-            state.unlock()
+            try:
+                await state.meter.flush()
+            finally:
+                state.store.close()
+                state.unlock()
 
     # What this server cannot do is not there, and 404 says so.
     served = [op for op in OPERATIONS if op is RETRIEVE_FUTURE or op.name in HANDLERS]
@@ -139,6 +143,16 @@ def _error(status: int, detail: str) -> Response:
     return JSONResponse({"detail": _short(detail)}, status_code=status)
 
 
+def _fault(what: str, error: Exception) -> Response:
+    """Answer after a fault of the server; a full disk is named, and may have room later."""
+    if is_full_disk(error):
+        complain("a request failed", error, about=what)
+        refusal = Refusal(503, f"{FULL_DISK}; ask again when there is room", headers={"Retry-After": "5"})
+        return _refused(refusal)
+    logger.exception("%s failed", what)
+    return _error(500, f"internal error: {type(error).__name__}")
+
+
 def _short(detail: str) -> str:
     """What is wrong, without most of a long text that it quotes."""
     half = DETAIL_CHARACTERS // 2
@@ -170,8 +184,7 @@ def _endpoint(op: Operation, state: State) -> Endpoint:
         except ClientDisconnect:
             response = Response(status_code=499)
         except Exception as error:
-            logger.exception("%s failed", op.name)
-            response = _error(500, f"internal error: {type(error).__name__}")
+            response = _fault(op.name, error)
         told = request.state
         told.owner, told.request_id = account.owner if account else None, getattr(told, "request_id", None)
         seconds = time.perf_counter() - began
@@ -282,8 +295,10 @@ async def _authorize(request: Request, state: State, *, needs_key: bool = True) 
         return await state.accounts.account(request.headers.get("x-api-key") or _bearer(request))
     # An open server is for programs of this machine: a web page that found it must not drive it.
     for name in ("host", "origin"):
-        if not _is_here(request.headers.get(name)):
-            raise Refusal(403, f"this server is open to this machine only; {name} is {request.headers[name]!r}")
+        given = request.headers.getlist(name)
+        if len(given) > 1 or not all(map(_is_here, given)):
+            told = ", ".join(map(repr, given))
+            raise Refusal(403, f"this server is open to this machine only; {name} is {told}")
     return Account()
 
 
@@ -294,10 +309,11 @@ def _bearer(request: Request) -> str | None:
 
 
 @functools.lru_cache(64)
-def _is_here(place: str | None) -> bool:
-    """Whether a Host or Origin header is absent or names this machine."""
+def _is_here(place: str) -> bool:
+    """Whether a Host or Origin header names this machine."""
     try:
-        return place is None or urlsplit(place if "//" in place else f"//{place}").hostname in LOOPBACK
+        parts = urlsplit(place if "//" in place else f"//{place}")
+        return "@" not in parts.netloc and parts.hostname in LOOPBACK
     except ValueError:  # what is no address is none of this machine
         return False
 

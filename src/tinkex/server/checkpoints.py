@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import re
 import secrets
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 
 from tinkex.engine import EngineError
 from tinkex.server.catalogue import Catalogue, discard
+from tinkex.server.data_dir import is_full_disk
 from tinkex.server.scheduler import Beside
 from tinkex.server.seals import contents, sync
 from tinkex.server.state import State, write_whole
@@ -159,8 +159,7 @@ def _telling_of_a_full_disk(path: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors has an error of its own, with the number in its text
-        if getattr(error, "errno", None) != errno.ENOSPC and f"(os error {errno.ENOSPC})" not in str(error):
+        if not is_full_disk(error):
             raise
         raise EngineError(f"{path} was not saved: the server's disk is full", "server") from error
 

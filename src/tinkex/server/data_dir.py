@@ -21,6 +21,16 @@ SET_ASIDE = "set-aside"
 """The folder for files that the server can neither use nor delete in good conscience."""
 
 
+def is_full_disk(error: BaseException) -> bool:
+    """Return whether an error says that the disk is full; safetensors and SQLite have errors of their own for that."""
+    told = str(error)
+    return (
+        getattr(error, "errno", None) == errno.ENOSPC
+        or f"(os error {errno.ENOSPC})" in told
+        or "database or disk is full" in told
+    )
+
+
 class DataDirError(RuntimeError):
     """A data directory that a server must not start with."""
 

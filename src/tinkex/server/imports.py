@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tinkex.engine import EngineError
+from tinkex.engine.files import parse_object
 from tinkex.server.checkpoints import Wanted, put_files
 from tinkex.server.store import LOCAL_OWNER, Run, SavedCheckpoint, Store
 from tinkex.types.tensors import Array
@@ -27,6 +28,7 @@ from tinkex.types.training import LoraConfig
 # The engine's conventions; it cannot be asked here, for it imports torch. A test holds them together.
 ALPHA = 32
 MAX_RANK = 1024
+MOST_ALPHA = 1e30
 GROUPS = {
     "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -176,7 +178,7 @@ def read_source(directory: Path) -> Source:
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
         raise EngineError(f"{path}: r must be a whole number between 1 and {MAX_RANK}, got {rank!r}")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < MOST_ALPHA:
         raise EngineError(f"{path}: lora_alpha must be a positive number, got {alpha!r}")
     scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
     targets = None if fields.get("exclude_modules") else fields.get("target_modules")
@@ -209,8 +211,8 @@ def _header(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(min(size, 100_000_000)))
-    except ValueError as error:
+            header = parse_object(file.read(min(size, 100_000_000)), path)
+    except OSError as error:
         raise EngineError(f"{path} cannot be read: {error}") from None
     header.pop("__metadata__", None)
     return header

@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 from tinkex import codec
 from tinkex.engine import EngineError
 from tinkex.redaction import Scrubber
+from tinkex.server.complaints import FULL_DISK, complain
+from tinkex.server.data_dir import is_full_disk
 from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
 
 logger = logging.getLogger("tinkex.server")
@@ -320,10 +322,15 @@ class Promises:
             if not self.are_closed:
                 promise.fail(self._conceal(str(error)), RequestErrorCategory(error.category))
         except Exception as error:
-            logger.exception("%s failed", promise.request_id)
+            if is_full_disk(error):
+                complain("an operation failed", error, about=promise.request_id)
+            else:
+                logger.exception("%s failed", promise.request_id)
             promise.fail(self._conceal(internal(error)), RequestErrorCategory.Server)
 
 
 def internal(error: Exception) -> str:
     """What is told in band of a fault of the server: a full disk is worth knowing of, a secret is not to be told."""
+    if is_full_disk(error):
+        return f"{FULL_DISK}; ask again when there is room"
     return f"internal error: {type(error).__name__}: {_scrubber.text(str(error))}"

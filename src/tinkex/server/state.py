@@ -18,6 +18,7 @@ from tinkex import codec
 from tinkex.engine import BaseModel, Engine, EngineError, Writer
 from tinkex.server.accounts import Accounts
 from tinkex.server.catalogue import Catalogue, discard
+from tinkex.server.complaints import complain
 from tinkex.server.data_dir import Lock, set_aside, sync_directory
 from tinkex.server.journal import Committer, Journal
 from tinkex.server.metrics import Metrics
@@ -475,8 +476,8 @@ class State:
             await asyncio.sleep(15)
             try:
                 await self._sweep()
-            except Exception:
-                logger.exception("tidying up failed; it is tried again")
+            except Exception as error:
+                complain("tidying up failed; it is tried again", error)
 
     async def _sweep(self) -> None:
         self.promises.sweep()

@@ -260,7 +260,8 @@ class Store:
                     self._db.executemany(query, rows)
                 self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # on a full disk SQLite has rolled it back by itself
+                    self._db.execute("ROLLBACK")
                 raise
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine import EngineError, Writer
-from tinkex.server.data_dir import sync_directory
+from tinkex.server.complaints import complain
+from tinkex.server.data_dir import is_full_disk, sync_directory
 from tinkex.server.journal import Entry, Journal
 from tinkex.server.journal import encode as encode_entry
 from tinkex.server.promises import JUST_READ, Left, Promise, Target
@@ -286,7 +287,15 @@ def write_state(state: State, live: LiveRun, number: int) -> None:
     """
     began = time.monotonic()
     write = state.engine.writer(live.run.model_id, optimizer=True)
-    _write_files(state.run_directory(live.run.model_id), number, write)
+    try:
+        _write_files(state.run_directory(live.run.model_id), number, write)
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        raise EngineError(
+            "the server's disk is full: what was loaded cannot be kept for a restart; make room and load it again",
+            "server",
+        ) from error
     _rest(live, time.monotonic() - began)
     live.new_state, live.since_state = (number, None), 0
 
@@ -380,11 +389,11 @@ async def _enforce(state: State, live: LiveRun, number: int, write: Writer | Non
             await promise.done.wait()
         await asyncio.to_thread(_write_results, written / "results.log", wanted)
         await asyncio.to_thread(_put_in_force, written, directory / f"state-{number}")
-    except Exception:
+    except Exception as error:
         if live.state_rest == math.inf:
             _rest(live, 0)
         if directory.exists():  # else the run was let go meanwhile, and there is nothing to keep
-            logger.exception("the state of %s could not be put on disk; its journal stays", live.run.model_id)
+            complain("the state of a run could not be put on disk; its journal stays", error, about=live.run.model_id)
         return
     for key in covered:
         if key in live.recent and live.recent[key].read:

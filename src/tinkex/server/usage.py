@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+from tinkex.server.complaints import complain
 from tinkex.server.refusals import Refusal
 from tinkex.server.store import LOCAL_OWNER, Sampler, Store, user_urn
 from tinkex.types.account import (
@@ -182,8 +183,8 @@ class Meter:
                     old = time.time() - KEEP_SPANS_SECONDS
                     await asyncio.to_thread(self._store.rows, "DELETE FROM spans WHERE began < ?", old)
                     tidied = time.monotonic()
-            except Exception:
-                logger.exception("usage could not be written; it is tried again")
+            except Exception as error:
+                complain("usage could not be written; it is tried again", error)
 
 
 @dataclass(slots=True)

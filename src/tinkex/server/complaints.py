@@ -1,0 +1,40 @@
+"""Faults that come again and again: logged once, then seldom."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from tinkex.server.data_dir import is_full_disk
+
+logger = logging.getLogger("tinkex.server")
+
+SECONDS = 600.0
+"""How long a fault of the same kind is not logged again."""
+MOST_KINDS = 1000
+FULL_DISK = "the server's disk is full"
+
+_told: dict[tuple[str, str], float] = {}
+
+
+def complain(what: str, error: BaseException, *, about: str = "") -> None:
+    """Log what could not be done, and why: a full disk in one line, anything else with its traceback.
+
+    Args:
+        what: What failed; the same text is logged once in ten minutes for the same kind of error.
+        error: Why.
+        about: What it was done to; it does not make another text.
+    """
+    is_full = is_full_disk(error)
+    kind = (what, FULL_DISK if is_full else type(error).__name__)
+    now = time.monotonic()
+    if now - _told.get(kind, -SECONDS) < SECONDS:
+        return
+    if len(_told) >= MOST_KINDS:
+        _told.clear()
+    _told[kind] = now
+    text = f"{what} ({about})" if about else what
+    if is_full:
+        logger.error("%s: %s (%s); this is not logged again for %d minutes", text, FULL_DISK, error, SECONDS // 60)
+    else:
+        logger.error("%s", text, exc_info=error)
