@@ -82,6 +82,16 @@ def encode(value: Any, *, as_protobuf: bool = True, compress: bool = False) -> B
     return Body(data, content_type)
 
 
+def loads(data: bytes) -> Any:
+    """Decode JSON whatever it says; `ValueError` when it is none, or nested too deeply."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"malformed JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("malformed JSON: it is nested too deeply") from None
+
+
 def decode(kind: type[T], data: bytes, content_type: str = JSON) -> T:
     """Decode and validate a message; `ValueError` says what is wrong with it."""
     if PROTOBUF in content_type:
@@ -97,7 +107,7 @@ def decode(kind: type[T], data: bytes, content_type: str = JSON) -> T:
         raise ValueError(f"malformed JSON: {error}") from None
     except RecursionError:
         raise ValueError("malformed JSON: it is nested too deeply") from None
-    except (AttributeError, KeyError, TypeError) as error:  # from the types that read their own JSON
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:  # from the types that read their own JSON
         raise ValueError(f"malformed {kind.__name__}: {error!r}") from None
 
 

@@ -97,8 +97,8 @@ def read_receipt(transport: Transport, op: Operation, reply: Reply, submitted: f
     """Read the answer to a submission; a result that came at once is taken as it is."""
     assert op.result is not None
     try:
-        told = msgspec.json.decode(reply.body)
-    except msgspec.DecodeError:
+        told = codec.loads(reply.body)
+    except ValueError:
         told = None
     if isinstance(told, dict) and "request_id" not in told:
         if "error" in told or told.get("status") == "failed":

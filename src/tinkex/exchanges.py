@@ -145,7 +145,10 @@ class Response:
 
     def json(self) -> Any:
         """The body, decoded; `ValueError` when it is no JSON."""
-        return json.loads(self.content)
+        try:
+            return json.loads(self.content)
+        except RecursionError:
+            raise ValueError("the body is nested too deeply") from None
 
     @property
     def is_success(self) -> bool:
@@ -166,7 +169,7 @@ def wait_asked(headers: Mapping[str, str], body: object = None) -> float | None:
     for value, scale in ((found.get("retry-after-ms"), 1e-3), (found.get("retry-after"), 1.0), (told, 1e-3)):
         try:
             seconds = float(value) * scale  # type: ignore[arg-type]  # what is no number is passed over
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             seconds = _until(value)
         if 0 <= seconds < float("inf"):
             return seconds
@@ -201,7 +204,7 @@ def describe_body(body: object) -> str:
         text = body.decode(errors="replace")
         try:
             body = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             body = text
     if isinstance(body, str):
         return _short(_page(body) if re.match(r"\s*<(!doctype|html|head|body|\?xml)", body, re.I) else body)

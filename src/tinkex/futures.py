@@ -155,6 +155,7 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
         super().__init__()
         self._runtime: Runtime | None = None
         if future is not None:
+            self._runtime = getattr(future, "_runtime", None)
             # The plain methods throughout: a sample's future warns of its own.
             _Plain.add_done_callback(future, lambda done: _copy_outcome(done, self))
             _Plain.add_done_callback(self, lambda mine: give_up(future) if _Plain.cancelled(mine) else None)
@@ -225,6 +226,7 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
         return give_up(self)
 
     def _check_thread(self) -> None:
+        self._check_process()
         if _Plain.done(self):
             return
         self._check_own_loop()
@@ -233,11 +235,22 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
             warnings.warn(message, RuntimeWarning, stacklevel=users_level())
 
     def _check_own_loop(self) -> None:
-        """Refuse to wait on the loop that has to bring the outcome."""
+        """Refuse to wait on the loop that has to bring the outcome, or in a process that has no such loop."""
+        self._check_process()
         if self._runtime is not None and self._runtime.is_current and not _Plain.done(self):
             raise RuntimeError("result() would block tinkex's own event loop for ever: await the future instead")
 
+    def _check_process(self) -> None:
+        """Refuse to wait in a forked child for a loop that only the parent has."""
+        # The state is read without the lock: another thread may have held that when the process was forked.
+        if self._runtime is not None and self._state in ("PENDING", "RUNNING") and self._runtime.is_inherited:
+            raise RuntimeError(
+                "this call was pending when the process was forked, and only the parent process gets its result: wait "
+                "for it before the fork, or make the call again with a client made after it"
+            )
+
     async def _wait(self) -> T:
+        self._check_process()
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
         _Plain.add_done_callback(self, functools.partial(_wake, loop, inbox_of(loop), woken))
@@ -764,8 +777,8 @@ async def decode_result(transport: Transport, op: Operation, reply: Reply) -> An
 
 def _mapping(body: bytes) -> dict[str, Any]:
     try:
-        value = msgspec.json.decode(body) if body else {}
-    except msgspec.DecodeError:
+        value = codec.loads(body) if body else {}
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -15,8 +15,6 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
 from urllib.parse import parse_qsl, quote, urlencode
 
-import msgspec
-
 from tinkex import codec, sse, uploads
 from tinkex.config import Config
 from tinkex.futures import Future, start
@@ -306,8 +304,8 @@ class HttpClient:
         if not reply.body:
             return {}
         try:
-            return msgspec.json.decode(reply.body)
-        except msgspec.DecodeError as error:
+            return codec.loads(reply.body)
+        except ValueError as error:
             raise self._transport.misread(op, reply, f"the answer is not JSON: {error}") from error
 
     async def _read_events(

@@ -132,6 +132,11 @@ class Runtime:
         self.loop.stop()
 
     @property
+    def is_inherited(self) -> bool:
+        """Whether the process was forked since, so that this loop is in another one."""
+        return os.getpid() != self._pid
+
+    @property
     def is_current(self) -> bool:
         """Whether the caller runs on this loop's thread."""
         return threading.current_thread() is self._thread

@@ -531,7 +531,7 @@ class SamplingClient:
         except APIConnectionError:
             if open_samples > 0:
                 raise  # else all has been said, and only the farewell is missing
-        except ValueError as error:
+        except (OverflowError, ValueError) as error:
             if isinstance(error, TinkerError):
                 raise
             raise APIResponseValidationError(
@@ -621,7 +621,7 @@ class SamplingClient:
                 base_model=state.get("base_model"),  # handles of older clients do not name it
                 record_stability_info=bool(state["record_stability_info"]),
             )
-        except (binascii.Error, KeyError, TypeError, UnicodeError, json.JSONDecodeError):
+        except (binascii.Error, KeyError, RecursionError, TypeError, UnicodeError, json.JSONDecodeError):
             raise ValueError("this is no sampler handle") from None
 
     def __reduce__(self) -> Any:

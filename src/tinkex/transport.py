@@ -23,8 +23,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urldefrag, urlencode, urljoin, urlsplit
 
-import msgspec
-
 from tinkex import codec, events
 from tinkex._version import __version__
 from tinkex.client.naming import headers_of
@@ -71,6 +69,10 @@ PIECE_BYTES = 1 << 18
 LONGEST_RETRY_AFTER = 60.0
 REJECTED_ATTEMPTS = 16
 """How often a request is sent again that a proxy on the way rejected with a 400 that says nothing."""
+ANSWER_BYTES = 1 << 30
+"""Largest answer that is read, expanded."""
+SHORT_ANSWER_BYTES = 16 << 20
+"""Largest answer to a request of a session, such as a heartbeat."""
 KEPT_BYTES = 65_536
 """How much of an answer an error keeps."""
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -251,9 +253,9 @@ class HttpExchange:
             if body is None or len(body) < LARGE_BODY:  # read to its end, or failing, an answer lets its connection go
                 data = None if body is None else bytes(body)
                 response = await self._begin(method, path, headers, data, timeout, traffic)
-                return Reply(response.status, _lower(response.headers), await response.read())
+                return Reply(response.status, _lower(response.headers), await _read(response, traffic))
             async with self._request(method, path, headers, body, timeout, traffic) as response:
-                return Reply(response.status, _lower(response.headers), await response.read())
+                return Reply(response.status, _lower(response.headers), await _read(response, traffic))
         except Exception as error:
             if (plain := _plain_error(error, timeout)) is None:
                 raise
@@ -311,6 +313,25 @@ def _disown_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown_all)
+
+
+async def _read(response: aiohttp.ClientResponse, traffic: Traffic) -> bytes:
+    """Read an answer to its end, unless it grows beyond what any may have."""
+    limit = SHORT_ANSWER_BYTES if traffic in ("session", "telemetry") else ANSWER_BYTES
+    pieces, size = [], 0
+    try:
+        async for piece in response.content.iter_any():
+            size += len(piece)
+            if size > limit:
+                raise APIResponseValidationError(
+                    f"{response.method} {response.url.path}: the answer has more than {limit} bytes, the limit"
+                )
+            pieces.append(piece)
+    except BaseException:
+        response.close()  # what has not been read must not come with the next answer
+        raise
+    response.release()
+    return b"".join(pieces)
 
 
 async def _upload(body: bytes | Pieces, deadline: asyncio.Timeout, seconds: float) -> AsyncIterator[bytes]:
@@ -1115,8 +1136,8 @@ async def _encode(request: Any, compress: bool, as_protobuf: bool) -> codec.Body
 
 def _loads(body: bytes) -> Any:
     try:
-        return msgspec.json.decode(body) if body else ""
-    except msgspec.DecodeError:
+        return codec.loads(body) if body else ""
+    except ValueError:
         return body[:KEPT_BYTES].decode(errors="replace")
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 
-from tinkex.types.inputs import ModelInput
+from tinkex.types.inputs import ModelInput, token_array
 from tinkex.types.record import Int64, Record, Wired, from_builtins, number, parse_literal, whole
 from tinkex.types.sampling_params import SamplingParams as SamplingParams
 from tinkex.types.tensors import Array, TensorData
@@ -217,7 +217,7 @@ class SampledSequence(Wired):
         return cls(
             stop_reason=parse_literal(StopReason, value.get("stop_reason")),
             sequence_id=value.get("sequence_id") or "",
-            tokens_np=np.asarray(value["tokens"], dtype=np.int32),
+            tokens_np=token_array(value["tokens"]),
             logprobs_np=_floats(value.get("logprobs")),
             _topk_logprobs_list=_topk(value.get("topk_logprobs")),
             weights_versions_np=_versions(value.get("weights_versions"), len(value["tokens"])),
