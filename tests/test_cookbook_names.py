@@ -699,6 +699,7 @@ def official(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return found | {"asked": asked(url)}
 
 
+@pytest.mark.covers("U1", "U13", "U16", "U35", "U36")
 @pytest.mark.parametrize("section", sections())
 def test_every_row_is_so_here(renamed: None, section: str) -> None:
     rows = sections()[section]
@@ -711,6 +712,7 @@ def test_every_row_is_so_in_the_official_package(official: dict[str, Any]) -> No
     assert dict(zip(rows, official["rows"], strict=True)) == rows
 
 
+@pytest.mark.covers("U2", "U6", "U7", "U9", "U10", "U11", "U15", "U17", "U18")
 def test_a_program_finds_what_is_written_down(renamed: None, tmp_path: Path) -> None:
     with server(tmp_path) as url:
         assert json.loads(json.dumps(Walk(url).run())) == SEEN

@@ -106,7 +106,7 @@ def read_markers(source: str, name: str) -> list[tuple[str, str]]:
 def collect(tests: Path) -> dict[str, list[str]]:
     """The tests that show each number, from every test module under a directory."""
     found: dict[str, list[str]] = {}
-    for path in sorted(tests.rglob("test_*.py")):
+    for path in sorted([*tests.rglob("test_*.py"), *tests.rglob("checks.py")]):
         for number, test in read_markers(path.read_text(encoding="utf-8"), path.relative_to(tests).as_posix()):
             found.setdefault(number, []).append(test)
     return found

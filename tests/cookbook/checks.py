@@ -72,6 +72,7 @@ def outcomes(client: str, home: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.covers("U40")
 def test_the_cookbooks_own_tests_come_out_the_same(tmp_path: Path) -> None:
     official, ours = (outcomes(client, tmp_path) for client in CLIENTS)
     print(Counter(official.values()), Counter(ours.values()))
@@ -173,6 +174,7 @@ def test_a_run_that_was_broken_off_goes_on(loops: Loops, client: str, server: st
     assert rest[-1] < whole[0] / 5
 
 
+@pytest.mark.covers("U40", "U55")
 @pytest.mark.parametrize(
     ("client", "server"), [("official", "separate"), ("tinkex", "embedded"), ("tinkex", "separate")]
 )
