@@ -24,6 +24,7 @@ import torch
 from engine.conftest import Checkpoint, Sample
 from engine.references import adapter_of, randomise
 from support import wait_until
+from tinkex.engine import product_check
 from tinkex.engine.choices import choose
 from tinkex.engine.decoder import Lora
 from tinkex.engine.lora import Factors, Linear
@@ -47,8 +48,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
     library.load.cache_clear()
+    product_check._choice.cache_clear()
     yield tmp_path / "tinkex" / "native"
     library.load.cache_clear()
+    product_check._choice.cache_clear()
 
 
 def compiler_of(path: Path, script: str) -> list[str]:

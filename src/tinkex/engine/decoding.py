@@ -196,7 +196,7 @@ class PrefillAttention:
     @functools.cached_property
     def _tiles(self) -> list[_Tiles]:
         tile = BLOCK if self._exact else CUDA_TILE
-        return [_tiles(end, units, self._places_T) for end, units in _units(self._pieces, tile).items()]
+        return [_tiles(end, tile, units, self._places_T) for end, units in _units(self._pieces, tile).items()]
 
     @functools.cached_property
     def _whole(self) -> _Whole:
@@ -266,20 +266,22 @@ def _units(pieces: Sequence[Piece], tile: int) -> dict[int, list[tuple[Piece, in
     return units
 
 
-def _tiles(end: int, units: Sequence[tuple[Piece, int, int, int]], like: torch.Tensor) -> _Tiles:
-    queries = padded(max(stop - start for *_, start, stop in units))
-    steps = np.arange(queries)
-    counts = np.array([stop - start for *_, start, stop in units])[:, None]
-    inside = np.minimum(steps, counts - 1)
+def _tiles(end: int, tile: int, units: Sequence[tuple[Piece, int, int, int]], like: torch.Tensor) -> _Tiles:
+    starts, stops = (np.array(edges)[:, None] for edges in zip(*(unit[2:] for unit in units), strict=True))
+    if like.device.type == "cpu":  # every query at its own place: in a product, bits may depend on that and on the rows
+        steps = np.arange(end - tile, end)
+    else:
+        steps = starts + np.arange(padded(int((stops - starts).max())))
+    inside = np.clip(steps, starts, stops - 1) - starts
     tables = np.full((len(units), end // BLOCK), NOTHING, np.int64)
     for index, (piece, *_) in enumerate(units):
         known = piece.blocks[: end // BLOCK]
         tables[index, : len(known)] = known
     return _Tiles(
         put(inside + np.array([row for _, row, _, _ in units])[:, None], like),
-        put(inside + np.array([start for _, _, start, _ in units])[:, None], like),
+        put(inside + starts, like),
         put(tables, like),
-        put(np.flatnonzero(steps < counts), like),
+        put(np.flatnonzero((starts <= steps) & (steps < stops)), like),
     )
 
 
