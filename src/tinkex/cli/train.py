@@ -124,6 +124,12 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
 @click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
 @timeout_option
 @click.option("--rank", default=32, show_default=True, type=click.IntRange(1), help="Rank of the LoRA adapter.")
+@click.option(
+    "--train-unembed/--no-train-unembed",
+    default=True,
+    show_default="on",
+    help="Adapt the output layer. Turn it off for models with tied embeddings whose adapter is to be merged.",
+)
 @click.option("--learning-rate", default=3e-4, show_default=True, type=float, help="The highest learning rate.")
 @click.option(
     "--schedule",
@@ -357,7 +363,11 @@ class Command:
             if saved is not None:
                 return service.create_training_client_from_state_with_optimizer(saved[1]).result()
             return service.create_lora_training_client(
-                self.model, rank=self.options["rank"], seed=self.options["seed"], user_metadata={"name": self.name}
+                self.model,
+                rank=self.options["rank"],
+                seed=self.options["seed"],
+                train_unembed=self.options["train_unembed"],
+                user_metadata={"name": self.name},
             ).result()
 
     # ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ from tinkex.cli.options import Connection, connecting, formatted, path_argument,
 from tinkex.cli.output import print_json, size
 from tinkex.cli.progress import Meter, Transfer, transfer
 from tinkex.cli.results import CommandError, Outcome, reason_of
+from tinkex.cli.tied import warn_of_tied
 
 if TYPE_CHECKING:
     from tinkex.downloads import Downloaded
@@ -120,10 +121,13 @@ def export(
         fetched = fetch(rest, path, scratch, force=True, keep_archive=True).destination
         named = base_model or wait(rest.get_weights_info_by_tinker_path(path)).base_model
         files = _prepare(fetched, path, named)
+        warning = warn_of_tied(fetched, named)
         with transfer(f"Writing {output.name}") as meter:
             _replace(pack(fetched, files, scratch / "made", meter), output)
     written = sum((output / file).stat().st_size for file in files) if output.is_dir() else output.stat().st_size
     data = {"path": path, "destination": str(output), "base_model": named, "files": files, "size_bytes": written}
+    if warning is not None:
+        data["warning"] = warning
     if as_json:
         print_json(data)
     else:

@@ -1,0 +1,66 @@
+"""A warning about adapters of the output layer, where a base model ties that to its embeddings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+OUTPUT_LAYERS = {"lm_head", "unembed_tokens"}
+ADVICE = (
+    "merging it into the weights changes the embeddings as well, and what the model says. Use it unmerged, or train "
+    "with --no-train-unembed."
+)
+
+
+def warn_of_tied(directory: Path, base_model: str) -> str | None:
+    """Warn if the adapter that lies here changes an output layer that is, or may be, tied; what was said."""
+    settings = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+    targets = settings.get("target_modules")
+    if not isinstance(targets, list) or not OUTPUT_LAYERS & {str(target).rpartition(".")[2] for target in targets}:
+        return None
+    tied = is_tied(base_model)
+    if tied is False:
+        return None
+    if tied:
+        told = f"the adapter changes the output layer, which {base_model} ties to its embeddings: {ADVICE}"
+    else:
+        told = (
+            "the adapter changes the output layer. If the base model ties that to its embeddings "
+            f"(tie_word_embeddings in config.json), {ADVICE}"
+        )
+    click.echo(f"Warning: {told}", err=True)
+    return told
+
+
+def is_tied(base_model: str) -> bool | None:
+    """True if a base model ties its output layer to its embeddings; None if that cannot be told from here."""
+    found = _config(base_model)
+    if found is None:
+        return None
+    said = found.get("tie_word_embeddings")
+    return bool(said) if said is not None else (True if "gemma" in str(found.get("model_type")) else None)
+
+
+def _config(base_model: str) -> dict[str, Any] | None:
+    """The configuration of a base model that is on this machine."""
+    from tinkex.tokenizers import BUNDLED
+
+    places = [BUNDLED.get(base_model, Path(base_model)) / "config.json"]
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(base_model, "config.json")
+        places += [Path(cached)] if isinstance(cached, str) else []
+    except (ImportError, ValueError):  # a name that no repository of the hub can have
+        pass
+    for place in places:
+        try:
+            found = json.loads(place.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return None
