@@ -95,7 +95,7 @@ def test_requests_carry_the_method_they_are_made_for(faulty: FaultyServer) -> No
         assert named(faulty, "retrieve_future")[1:] == ["TrainingClient.optim_step"]
         sampler = service.create_sampling_client(base_model="m").result()
         sampler.sample(PROMPT, 1, PARAMS).result(10)
-        sampler.compute_logprobs(PROMPT).exception(10)
+        sampler.compute_logprobs(PROMPT).future().exception(10)
         assert named(faulty, "create_sampling_session") == ["ServiceClient.create_sampling_client"]
         assert named(faulty, "asample") == ["SamplingClient.sample", "SamplingClient.compute_logprobs"]
         tinkex.RestClient(service.holder).list_sessions().result(10)
@@ -203,7 +203,7 @@ def test_requests_of_the_session_and_of_many_calls_have_no_name(
         faulty.script("asample", Answer(body={"request_id": "never", "sample_sequence_ids": ["a"]}))
         future = sampler.sample(PROMPT, 1, PARAMS)
         wait_until(lambda: sampler._poller is not None and bool(sampler._poller._waiting))
-        future.cancel()
+        future.future().cancel()
         wait_until(lambda: faulty.requests("cancel_future") and faulty.requests("session_heartbeat"))
     wait_until(lambda: faulty.requests("telemetry"))
     found = method_of(faulty)
