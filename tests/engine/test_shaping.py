@@ -240,7 +240,7 @@ def test_samples_that_are_put_back_go_on_alike(way: str, engine: TorchEngine, re
         for done in engine.sample_step():
             results[done.job] = done.result
         (runner,) = engine._sampler._runners.values()
-        returned += bool(runner._returned or any(one.tokens for run in runner._running for one in run.waiting))
+        returned += bool(runner._queues or any(one.tokens for run in runner._running for one in run.waiting))
     assert returned
     for result in results.values():
         assert not isinstance(result, Exception)

@@ -3,8 +3,9 @@
 A step decodes one token of every row and runs a chunk of prompts beside it; a new job joins at the next step. Keys and
 values lie in a bounded number of blocks. Samples of one prompt share its blocks, and so do jobs whose prompts begin
 alike under the same weights, also when they come later. Jobs wait while there is no room; those of an owner are
-admitted in the order they came, and owners in turn, so that each gets its share. When the room ends in the middle, the
-youngest sample is put back, keeps its tokens, and is fed them again.
+admitted in the order they came. Owners share rows, blocks and the tokens of prompts (see `room`): one that comes gets
+its part in the next step, if need be that of a sample of whoever has most. A sample that gives way, or is the youngest
+when the room ends in the middle, keeps its tokens, and is fed them again.
 
 Where the device runs on its own, a step is begun before the tokens of the one before have been read: rows whose end is
 seen only then have run for a token too many, which nobody looks at.
@@ -17,8 +18,8 @@ Axes: B rows, T tokens of a pass, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -44,17 +45,20 @@ from tinkex.engine.jobs import Job, Sample, Source
 from tinkex.engine.native.decoding import NativeDecoding, NativePrefill, NativeSteps
 from tinkex.engine.native.weights import find as find_native
 from tinkex.engine.recordings import Scores
+from tinkex.engine.room import Room, Running
 from tinkex.engine.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.shaping import Shaped, Shaper
 from tinkex.engine.turns import Shares
 from tinkex.types.sampling import SampleRequest, TopkLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from tinkex.engine.decoder import Decoder, Lora
     from tinkex.types.tensors import Array
 
+PATIENCE = 200
+"""After so many steps without any job taken in, an owner's next job comes before those of others."""
 FIRST_TOKENS = 64
 """How many samples draw their first token at once."""
 
@@ -91,31 +95,13 @@ class Limits:
         return min(room // block_bytes(model), 2 * self.max_rows * (blocks_for(model.config.context) + 1))
 
 
-@dataclass(eq=False, slots=True)
-class _Running:
-    """A job that has been admitted: the blocks of its prompt, how far that has been run, and its samples."""
-
-    name: str
-    job: Job
-    owner: str
-    blocks: list[int]
-    done: int
-    waiting: list[Sample]
-    rows: list[Sample] = field(default_factory=list)
-    ready: bool = False
-    """Whether the prompt has been run and every sample has its first token."""
-    moved: Source | None = None
-    """The weights it goes on with once its prompt has been scored."""
-    error: Exception | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Drawn:
     """Tokens that were chosen in one step, and have perhaps not arrived."""
 
     samples: Sequence[tuple[Sample, Row | None]]
     """With the row that each had then."""
-    jobs: Sequence[tuple[_Running, list[int], int | None]]
+    jobs: Sequence[tuple[Running, list[int], int | None]]
     """Which of the samples are whose, and the version of in-flight weights that drew them."""
     topk: Sequence[tuple[torch.Tensor, torch.Tensor] | None]
     """The likeliest tokens, for jobs that ask for them."""
@@ -139,11 +125,12 @@ class Runner:
         self._prefill, self._decoding = self._choose_way()
         self._shaper = Shaper(model.embed_VD.device, model.config.vocab)
         self._queues: dict[str, deque[tuple[str, Job]]] = {}
-        """By owner, the jobs that wait."""
-        self._returned: deque[tuple[str, Job, str]] = deque()
-        """Jobs that were put back, with their owners; they come first."""
+        """By owner, the jobs that wait; those that were put back come first."""
         self._shares = Shares()
-        self._running: list[_Running] = []
+        self._refused = Counter[str]()
+        """By owner, for how many steps none of its jobs has been taken in."""
+        self._running: list[Running] = []
+        self._room = Room(self._running, self._queues, self._blocks, limits.max_rows)
         self._unread: _Drawn | None = None
         self._done: list[SampleDone] = []
         """What ended in this step."""
@@ -161,7 +148,7 @@ class Runner:
 
     def busy(self) -> bool:
         """Whether any job is unfinished."""
-        return bool(self._queues or self._returned or self._running or self._done)
+        return bool(self._queues or self._running or self._done)
 
     def start(self, name: str, job: Job, owner: str) -> None:
         """Queue a job; one that would not fit if it were alone is refused."""
@@ -188,8 +175,7 @@ class Runner:
 
     def move(self, target: str, source: Source) -> None:
         """Have the jobs of an in-flight target go on with other weights; what is in the cache stays there."""
-        waiting = [job for queue in self._queues.values() for _, job in queue] + [job for _, job, _ in self._returned]
-        for job in waiting:
+        for job in [job for queue in self._queues.values() for _, job in queue]:
             if job.target == target:
                 job.source = source
         for running in self._running:
@@ -198,7 +184,7 @@ class Runner:
             elif running.job.target == target:
                 self._go_on(running, source)
 
-    def _go_on(self, running: _Running, source: Source) -> None:
+    def _go_on(self, running: Running, source: Source) -> None:
         before, running.job.source, running.moved = running.job.source, source, None
         rows = [sample.row for sample in running.rows if sample.row is not None]
         for row in rows:
@@ -207,7 +193,6 @@ class Runner:
 
     def cancel(self, name: str) -> None:
         """Drop a job."""
-        self._returned = deque(item for item in self._returned if item[0] != name)
         for owner, queue in list(self._queues.items()):
             if any(waiting == name for waiting, _ in queue):
                 self._queues[owner] = deque(item for item in queue if item[0] != name)
@@ -219,29 +204,29 @@ class Runner:
     # --- Room ---
 
     def _seat(self) -> None:
-        """Give rows to samples that wait for one, oldest job first, and to every row the block its next token needs."""
-        for running in list(self._running):
-            while running in self._running and running.ready and running.waiting:
-                if not self._seat_next(running):
-                    break
+        """Give rows to samples that wait for one, in turn by owner, and to every row the block its next token needs."""
+        seating = self._room.seating()
+        while (running := seating.next()) is not None:
+            seating.note(running, is_seated=running in self._running and self._seat_next(running))
         for running in list(self._running):
             for sample in list(running.rows):
                 row = sample.row
                 if row is None or row.length < len(row.blocks) * BLOCK or running.job.full(sample):
                     continue
-                if self._make_room(sample):
+                if self._make_room(sample, running.owner):
                     row.blocks += self._blocks.take(1)
 
-    def _seat_next(self, running: _Running) -> bool:
+    def _seat_next(self, running: Running) -> bool:
         """Give a row to the first of a job's samples that wait, if there is room."""
         sample, prompt = running.waiting[0], running.job.prompt.size
         shared = running.blocks[: prompt // BLOCK]
-        seated = sum(len(other.rows) for other in self._running)
         needed = blocks_for(prompt + len(sample.tokens)) - len(shared)
-        if seated >= self._limits.max_rows:
-            return False
-        while self._blocks.free < needed + seated:
-            if seated or running is not self._running[0] or self._running[-1] is running:
+        if self._room.seated >= self._limits.max_rows:
+            if (given := self._room.row_for(running.owner)) is None:
+                return False
+            self._unseat(*given)
+        while not self._clear(running.owner, needed):
+            if self._room.seated or running is not self._running[0] or self._running[-1] is running:
                 return False
             self._put_back(self._running[-1])
         self._blocks.hold(shared)
@@ -258,26 +243,37 @@ class Runner:
         running.rows.append(running.waiting.pop(0))
         return True
 
-    def _make_room(self, sample: Sample) -> bool:
-        """See that a block is free, by putting back whatever is younger than this sample; else that one goes too."""
+    def _clear(self, owner: str, needed: int, keep: Container[Running] = ()) -> bool:
+        """See that so many blocks are free besides one for each row to grow; others give theirs if they have most."""
+        while self._blocks.free < needed + self._room.seated:
+            given = self._room.blocks_for(owner, needed, keep)
+            if given is None:
+                return False
+            self._displace(given)
+        return True
+
+    def _displace(self, given: Running | tuple[Running, Sample]) -> None:
+        if isinstance(given, Running):
+            self._put_back(given)
+        else:
+            self._unseat(*given)
+
+    def _make_room(self, sample: Sample, owner: str) -> bool:
+        """See that a block is free: by the owner who has most, else by whatever of this owner is younger or this."""
         if not self._blocks.free:  # who is put back keeps all its tokens, and who has ended makes room
             self._read(self._unread)
             self._unread = None
             self._take_out()
         while sample.row is not None and not self._blocks.free:
-            youngest = self._running[-1]
-            if not youngest.rows:
-                self._put_back(youngest)
-                continue
-            self._unseat(youngest, youngest.rows[-1])
+            self._displace(self._room.growing(owner))
         return sample.row is not None
 
-    def _put_back(self, running: _Running) -> None:
+    def _put_back(self, running: Running) -> None:
         """Back to the head of the queue: its tokens are kept, its prompt will be run again."""
         self._remove(running)
-        self._returned.appendleft((running.name, running.job, running.owner))
+        self._queues.setdefault(running.owner, deque()).appendleft((running.name, running.job))
 
-    def _unseat(self, running: _Running, sample: Sample, *, again: bool = True) -> None:
+    def _unseat(self, running: Running, sample: Sample, *, again: bool = True) -> None:
         assert sample.row is not None
         self._decoding.leave(sample.row)
         if sample.drawn:  # nobody will look whether the last position is finite, and who gets the block counts on it
@@ -288,7 +284,7 @@ class Runner:
         if again:
             running.waiting.insert(0, sample)
 
-    def _remove(self, running: _Running) -> None:
+    def _remove(self, running: Running) -> None:
         for sample in list(running.rows):
             self._unseat(running, sample, again=False)
         for sample in running.job.samples:
@@ -303,7 +299,7 @@ class Runner:
         ended = [running for running in self._running if running.error or _ended(running)]
         self._done += [self._finish(running) for running in ended]
 
-    def _finish(self, running: _Running) -> SampleDone:
+    def _finish(self, running: Running) -> SampleDone:
         held = [*running.blocks, *(block for s in running.rows if s.row is not None for block in s.row.blocks)]
         self._remove(running)
         if running.error is None:
@@ -340,7 +336,7 @@ class Runner:
             _fail([running for running, _ in pairs], error)
             return None
 
-    def _draw(self, logits_BV: torch.Tensor, pairs: Sequence[tuple[_Running, Sample]], *, later: bool) -> _Drawn:
+    def _draw(self, logits_BV: torch.Tensor, pairs: Sequence[tuple[Running, Sample]], *, later: bool) -> _Drawn:
         """Choose a token for every sample, on the device; `later` ones are the next that their rows are fed."""
         tokens_B, chosen_B, known = self._choose(logits_BV, pairs)
         if later:
@@ -360,7 +356,7 @@ class Runner:
         return _Drawn(samples, jobs, topk, scores, both_2B, mark(logits_BV.device))
 
     def _choose(
-        self, logits_BV: torch.Tensor, pairs: Sequence[tuple[_Running, Sample]]
+        self, logits_BV: torch.Tensor, pairs: Sequence[tuple[Running, Sample]]
     ) -> tuple[torch.Tensor, torch.Tensor, _Logprobs]:
         """A token for every sample, its log-probability, and those of all tokens where more than that is asked for.
 
@@ -387,7 +383,7 @@ class Runner:
         return torch.from_numpy(drawn_B), torch.from_numpy(chosen_B), known
 
     def _chosen(
-        self, logits_BV: torch.Tensor, numbers_B: Array, pairs: Sequence[tuple[_Running, Sample]]
+        self, logits_BV: torch.Tensor, numbers_B: Array, pairs: Sequence[tuple[Running, Sample]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `choose`, for samples; those whose logits are to be changed are chosen again, of the changed ones."""
         params_B = [running.job.request.sampling_params for running, _ in pairs]
@@ -439,69 +435,89 @@ class Runner:
     # --- Prompts ---
 
     def _run_prompts(self) -> None:
-        """Run a chunk: first of the jobs whose prompts have begun, then of those in the queue."""
-        budget = self._chunk
-        chunk: list[tuple[_Running, Piece]] = []
-        for running in self._running:
-            if budget and not running.ready and running.error is None:
-                chunk.append((running, self._piece(running, budget)))
-                budget -= chunk[-1][1].stop - chunk[-1][1].start
-        while budget and (self._queues or self._returned) and (admitted := self._admit()) is not None:
-            chunk.append((admitted, self._piece(admitted, budget)))
-            budget -= chunk[-1][1].stop - chunk[-1][1].start
-        if not chunk:
+        """Run a chunk, in parts by owner: of jobs whose prompts have begun, then of those in the queue."""
+        parts = self._allot()
+        if not parts:
             return
+        chunk = [(running, self._piece(running, count)) for running, count in parts.items()]
         chunk.sort(key=lambda item: item[1].weights)
         try:
             self._run_chunk(chunk)
         except Exception as error:
             _fail([running for running, _ in chunk], error)
 
-    def _admit(self) -> _Running | None:
-        """Take the job whose turn it is in, if there is room for its prompt and for each row to grow by a block."""
-        name, job, owner = self._returned[0] if self._returned else self._first()
-        seated = sum(len(running.rows) for running in self._running)
-        if seated + sum(len(running.waiting) for running in self._running) >= self._limits.max_rows:
+    def _allot(self) -> dict[Running, int]:
+        """How many tokens of each prompt are run now: first each owner's part, then what others have left."""
+        begun = [running.owner for running in self._running if not running.ready]
+        owners = list(dict.fromkeys([*begun, *self._queues]))  # of two who had the same, the one who came first
+        self._shares.note(owners)
+        order = sorted(owners, key=lambda owner: self._shares.had(owner))
+        parts: dict[Running, int] = {}
+        budget = self._chunk
+        for most in (max(BLOCK, budget // max(1, len(owners))), budget):
+            for owner in order:
+                first = self._patient(order)
+                admits = first in (None, owner)
+                budget -= self._allot_to(owner, min(most, budget), parts, admits=admits)
+        self._refused = Counter({owner: self._refused[owner] + 1 for owner in owners if self._room.has_nothing(owner)})
+        return parts
+
+    def _patient(self, order: Sequence[str]) -> str | None:
+        """An owner that has waited for blocks so long that nobody else is taken in before."""
+        return next((owner for owner in order if self._refused[owner] >= PATIENCE), None)
+
+    def _allot_to(self, owner: str, budget: int, parts: dict[Running, int], *, admits: bool) -> int:
+        left = budget
+        for running in self._running:
+            if left and running.owner == owner and not running.ready and running.error is None:
+                left -= self._extend(running, left, parts)
+        while admits and left and owner in self._queues and (admitted := self._admit(owner, parts)) is not None:
+            left -= self._extend(admitted, left, parts)
+        return budget - left
+
+    def _extend(self, running: Running, most: int, parts: dict[Running, int]) -> int:
+        """Allot more of a prompt. Full blocks are shared at once: who finds them attends after they are written."""
+        start = running.done + parts.get(running, 0)
+        stop = min(running.job.prompt.size, start + most)
+        if stop == start:
+            return 0
+        if self._limits.share_prefixes:
+            for index in range(start // BLOCK, stop // BLOCK):
+                self._blocks.publish(running.blocks[index], running.job.keys[index])
+        parts[running] = stop - running.done
+        return stop - start
+
+    def _admit(self, owner: str, parts: Container[Running]) -> Running | None:
+        """Take an owner's next job in, if there is room for its prompt and for each row to grow by a block."""
+        name, job = self._queues[owner][0]
+        if not self._room.admits(owner):
             return None
         known = job.keys[: job.first_scored // BLOCK] if self._limits.share_prefixes else []
         blocks = self._blocks.find(known)
         needed = blocks_for(job.prompt.size) - len(blocks)
-        if self._blocks.free < needed + seated:
+        if not self._clear(owner, needed, parts):
             self._blocks.release(blocks)
             return None
-        if self._returned:
-            self._returned.popleft()
-        else:
-            self._queues[owner].popleft()
+        self._queues[owner].popleft()
+        self._forget_empty(owner)
+        if job.reused is None:  # not when it comes back
             self._shares.charge(owner, job.prompt.size + len(job.samples) * job.limit)
-            self._forget_empty(owner)
-        if job.reused is None:
             job.reused = len(blocks) * BLOCK
         waiting = [sample for sample in job.samples if sample.stop_reason is None]
-        running = _Running(name, job, owner, blocks + self._blocks.take(needed), len(blocks) * BLOCK, waiting)
+        running = Running(name, job, owner, blocks + self._blocks.take(needed), len(blocks) * BLOCK, waiting)
         self._running.append(running)
         return running
-
-    def _first(self) -> tuple[str, Job, str]:
-        """The first job of the owner who has had least."""
-        self._shares.note(self._queues.keys())
-        owner = self._shares.first(self._queues)
-        return *self._queues[owner][0], owner
 
     def _forget_empty(self, owner: str) -> None:
         if not self._queues[owner]:
             del self._queues[owner]
 
-    def _piece(self, running: _Running, budget: int) -> Piece:
-        """The next part of a prompt. Full blocks are shared at once: who finds them attends after they are written."""
-        job, start = running.job, running.done
-        stop = min(job.prompt.size, start + budget)
-        if self._limits.share_prefixes:
-            for index in range(start // BLOCK, stop // BLOCK):
-                self._blocks.publish(running.blocks[index], job.keys[index])
-        return Piece(job.source.lora, job.source.weights, job.prompt, running.blocks, start, stop)
+    def _piece(self, running: Running, count: int) -> Piece:
+        """The next part of a prompt."""
+        source, start = running.job.source, running.done
+        return Piece(source.lora, source.weights, running.job.prompt, running.blocks, start, start + count)
 
-    def _run_chunk(self, chunk: Sequence[tuple[_Running, Piece]]) -> None:
+    def _run_chunk(self, chunk: Sequence[tuple[Running, Piece]]) -> None:
         hidden_TD = self._prefill.hidden([piece for _, piece in chunk])
         at, ends, complete = 0, [], []
         for running, piece in chunk:
@@ -525,10 +541,10 @@ class Runner:
             F.pad(hidden_BD, (0, 0, 0, total - rows)), RowAdapters.of(self._products, lora_B, total)
         )[:rows]
 
-    def _begin(self, runnings: Sequence[_Running], logits_BV: torch.Tensor) -> None:
+    def _begin(self, runnings: Sequence[Running], logits_BV: torch.Tensor) -> None:
         """The prompts of these have been run: draw the first tokens of their samples."""
         finite_B = torch.isfinite(logits_BV).all(-1).cpu().numpy()
-        pairs: list[tuple[_Running, Sample]] = []
+        pairs: list[tuple[Running, Sample]] = []
         rows: list[int] = []
         for at, running in enumerate(runnings):
             running.ready = True
@@ -549,16 +565,16 @@ class Runner:
                 self._go_on(running, running.moved)
 
 
-def _ended(running: _Running) -> bool:
+def _ended(running: Running) -> bool:
     return running.ready and not running.waiting and not running.rows
 
 
-def _fail(runnings: Sequence[_Running], error: Exception) -> None:
+def _fail(runnings: Sequence[Running], error: Exception) -> None:
     for running in runnings:
         running.error = running.error or error
 
 
-def _numbers(pairs: Sequence[tuple[_Running, Sample]]) -> Array:
+def _numbers(pairs: Sequence[tuple[Running, Sample]]) -> Array:
     seeds = [running.job.seed for running, _ in pairs]
     indices = np.array([sample.index for _, sample in pairs])
     return uniforms(seeds, indices, np.array([len(sample.tokens) + sample.drawn for _, sample in pairs]))
@@ -593,7 +609,7 @@ def _likeliest(known: _Logprobs, at_b: Sequence[int], k: int) -> tuple[torch.Ten
 
 
 def _scores(
-    logits_BV: torch.Tensor, tokens_B: torch.Tensor, jobs: Sequence[tuple[_Running, list[int]]]
+    logits_BV: torch.Tensor, tokens_B: torch.Tensor, jobs: Sequence[tuple[Running, list[int]]]
 ) -> dict[int, tuple[Scores, slice]]:
     """What is recorded of a step, for all jobs that are recorded at once."""
     places: dict[int, slice] = {}

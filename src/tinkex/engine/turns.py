@@ -34,6 +34,10 @@ class Shares:
         """The one of those that wait that has had least; the earlier one of two that had the same."""
         return min(parties, key=self._had.__getitem__)
 
+    def had(self, party: str) -> float:
+        """How much one of those that wait has had."""
+        return self._had[party]
+
     def charge(self, party: str, cost: float) -> None:
         """Let a party that waits have its turn."""
         self._had[party] += cost
