@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import inspect
 import json
 import socket
 import threading
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
 MODEL = "test/small"
 T = TypeVar("T")
+
+
+def is_coroutine_function(function: Any) -> bool:
+    """Return whether asyncio takes a function for a coroutine function; twins are marked as such."""
+    return inspect.iscoroutinefunction(function) or hasattr(function, "_is_coroutine")
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import tinkex
 from faulty import Answer, FaultyServer, faulty_server
+from support import is_coroutine_function
 from tinkex import (
     AdminClient,
     APIFuture,
@@ -586,7 +587,7 @@ def test_methods_that_give_futures_are_the_known_ones(kind: type[Any]) -> None:
     assert found == TRACED[kind]
     others = {"get_info"} if kind is TrainingClient else {"get_base_model"}
     for name in found | others:
-        assert not asyncio.iscoroutinefunction(vars(kind)[name])
+        assert not is_coroutine_function(vars(kind)[name])
 
 
 @pytest.mark.covers("U36")

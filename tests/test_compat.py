@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 
 import tinkex
+from support import is_coroutine_function
 
 if TYPE_CHECKING:
     from tinkex import ServiceClient
@@ -334,9 +335,7 @@ def test_a_client_has_no_coroutine_functions_but_the_official_ones(name: str) ->
     theirs = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     wanted = {node.name for node in theirs.body if isinstance(node, ast.AsyncFunctionDef) and node.name[0] != "_"}
     client = getattr(tinkex, name)
-    have = {
-        method for method in dir(client) if method[0] != "_" and asyncio.iscoroutinefunction(getattr(client, method))
-    }
+    have = {method for method in dir(client) if method[0] != "_" and is_coroutine_function(getattr(client, method))}
     assert have == wanted
 
 

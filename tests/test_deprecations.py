@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support import is_coroutine_function
 from tinkex import AdminClient, APIFuture, RestClient, SamplingClient, ServiceClient, TrainingClient, types
 from tinkex.client.deprecations import deprecated, twin, value_twin
 from tinkex.futures import Future
@@ -89,8 +90,8 @@ def test_twin_looks_like_the_method_it_is_made_of() -> None:
     assert made.__deprecated__.startswith("DEPRECATED: Thing.read_async() ")
     assert made.__doc__.startswith("Deprecated: use `read`.")
     for method in (made, Thing.value_async, Thing.old_async):
-        assert asyncio.iscoroutinefunction(method)
-    assert not asyncio.iscoroutinefunction(Thing.old)
+        assert is_coroutine_function(method)
+    assert not is_coroutine_function(Thing.old)
 
 
 def test_twin_goes_through_the_method_that_a_subclass_has() -> None:
@@ -114,7 +115,7 @@ def test_every_twin_of_a_client_is_deprecated(kind: type[Any]) -> None:
     for name in twins(kind):
         method = getattr(kind, name)
         assert method.__deprecated__.startswith(f"DEPRECATED: {kind.__name__}.{name}() will be removed: "), name
-        assert asyncio.iscoroutinefunction(method), name
+        assert is_coroutine_function(method), name
         plain = inspect.signature(getattr(kind, name.removesuffix("_async")))
         assert list(plain.parameters) == list(inspect.signature(method).parameters), name
 

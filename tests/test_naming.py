@@ -19,7 +19,7 @@ import pytest
 
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
-from support import wait_until
+from support import is_coroutine_function, wait_until
 from tinkex import ModelInput, SamplingParams, ServiceClient, codec
 from tinkex.client.naming import UNNAMED, headers_of, name_requests
 from tinkex.protocol import OPERATIONS, SEARCH_CHECKPOINTS
@@ -258,7 +258,7 @@ def test_public_methods_stay_plain_functions(kind: type[Any]) -> None:
         assert (method.__name__, method.__module__) == (name, original.__module__)
         assert method.__doc__ == original.__doc__
         assert method.__globals__ is original.__globals__
-        assert asyncio.iscoroutinefunction(method) == asyncio.iscoroutinefunction(original)
+        assert is_coroutine_function(method) == is_coroutine_function(original)
         assert inspect.iscoroutinefunction(method) == inspect.iscoroutinefunction(original)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
-from support import MODEL, make_data, wait_until
+from support import MODEL, is_coroutine_function, make_data, wait_until
 from tinkex import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient, codec, protobuf, types
 
 KEY = "tml-very-secret"
@@ -432,7 +432,7 @@ def test_every_creator_has_an_async_twin_that_takes_the_same() -> None:
     for name in set(names) - waited_for:
         plain, twin = getattr(ServiceClient, name), getattr(ServiceClient, f"{name}_async")
         assert inspect.signature(plain) == inspect.signature(twin)
-        assert asyncio.iscoroutinefunction(twin)
+        assert is_coroutine_function(twin)
 
 
 # ── custom losses ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -892,7 +892,7 @@ def test_w25_every_call_returns_a_future_for_threads_and_loops(faulty: FaultySer
                 assert not hasattr(kind, f"{name}_async") or name in ANSWERED_AT_ONCE, name
 
 
-ANSWERED_AT_ONCE = {"get_base_model", "get_info", "get_tokenizer", "sample_stream", "unload_model"}
+ANSWERED_AT_ONCE = {"drop_gradients", "get_base_model", "get_info", "get_tokenizer", "sample_stream", "unload_model"}
 """What gives its value without a future: most of it is known already."""
 
 
