@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from tinkex import protocol, sse
 from tinkex.client.deprecations import deprecated, value_twin
 from tinkex.client.naming import name_requests
+from tinkex.client.stream_text import StreamTexts
 from tinkex.config import Config
 from tinkex.dialects import Receipt, sequence_ids
 from tinkex.errors import (
@@ -468,10 +469,8 @@ class SamplingClient:
 
         Example:
             >>> for chunk in sampler.sample_stream(prompt, SamplingParams(max_tokens=2, temperature=0)):
-            ...     if chunk.token_id is not None:  # the last chunk says why the sample ended
-            ...         print(tokenizer.decode([chunk.token_id]), flush=True)
-            4
-            6
+            ...     print(chunk.text, end="", flush=True)
+            46
         """
         request = self._request(prompt, num_samples, sampling_params)
         stream: SampleStream = SampleStream()
@@ -511,12 +510,16 @@ class SamplingClient:
                     break
             self._streams = False
             logger.info("%s does not stream: the tokens of a sample come all at once", self._session.transport.place)
+        texts = self._texts()
         for chunk in chunks_of(await self._sample(request, timeout)):
-            stream.put(chunk)
+            stream.put(texts.add(chunk))
+
+    def _texts(self) -> StreamTexts:
+        return StreamTexts(self.get_tokenizer)
 
     async def _read_stream(self, stream: SampleStream, request: SampleRequest, timeout: float | None) -> None:
         transport, op = self._session.transport, protocol.STREAM_SAMPLE
-        open_samples = request.num_samples
+        open_samples, texts = request.num_samples, self._texts()
         try:
             async with transport.stream(op, request, timeout=timeout) as reply:
                 async for event in sse.events(reply.chunks):
@@ -527,7 +530,7 @@ class SamplingClient:
                         raise failure_of(transport, op, told, request.sampling_session_id or "")
                     chunk = SampleStreamChunk.from_map(told)
                     open_samples -= chunk.is_done
-                    stream.put(chunk)
+                    stream.put(texts.add(chunk))
         except APIConnectionError:
             if open_samples > 0:
                 raise  # else all has been said, and only the farewell is missing

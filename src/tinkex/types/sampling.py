@@ -438,7 +438,7 @@ def _pair(cell: Any) -> tuple[int, float]:
     return whole(token, "token_id"), number(logprob, "logprob")
 
 
-class SampleStreamChunk(Record, frozen=True, kw_only=True):
+class SampleStreamChunk(Record, frozen=True, kw_only=True, dict=True):
     """One event of a stream of samples: a token, the end, or an error (whose text is in `token`).
 
     Example:
@@ -511,6 +511,21 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True):
             (True, 'out of memory')
         """
         return cls(token=message, event_type="error")
+
+    @property
+    def text(self) -> str:
+        """The text that the chunk adds to its sample: whole characters only.
+
+        The text of a character of several tokens is in the chunk of the last one; what is left at the end is in the
+        last chunk. The tokenizer is loaded when this is first looked at.
+
+        Example:
+            >>> stream = sampler.sample_stream(prompt, SamplingParams(max_tokens=2, temperature=0))
+            >>> "".join(chunk.text for chunk in stream)
+            '46'
+        """
+        told = self.__dict__.get("_text")
+        return (self.token or "") if told is None else str(told())
 
     @property
     def is_done(self) -> bool:
