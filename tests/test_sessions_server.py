@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -17,8 +18,11 @@ import pytest
 
 import tinkex
 from support import Clock, Heard, Keyed, Wire, pass_json, sample_json, serving, step_json
+from test_survival import life, played
+from test_survival import until as until_so
 from tinkex.engine.fake import FakeEngine
 from tinkex.rest import RestClient
+from tinkex.server import store
 from tinkex.server.accounts import create_key, revoke_key
 from tinkex.server.state import Limits
 from tinkex.server.store import DATABASE, Store
@@ -327,3 +331,38 @@ def test_a_timeline_has_a_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -
     wire = serve()
     url = wire.get(f"sessions/{work(wire)}/trace_export")["url"]
     assert list(spans(fetch(url).json)) == ["create_model", "forward_backward", "optim_step"]
+
+
+def test_search_keeps_nobody_waiting_and_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as server:
+            keys = {name: create_key(server.state.store, name, name)[1] for name in ("ada", "ben")}
+            for key in keys.values():
+                await server.session(key)
+            with server.state.store._lock:  # what others do with the database and a search do not wait for each other
+                async with asyncio.timeout(5):
+                    found = [await server.post("sessions/search", {}, key) for key in keys.values()]
+            assert [len(page["sessions"]) for page in found] == [1, 1]
+            held, original = threading.Event(), Store.search
+
+            def slow(self: Store, query: str, *values: Any) -> Any:
+                if values[0] == "ada":
+                    assert held.wait(20)
+                return original(self, query, *values)
+
+            monkeypatch.setattr(Store, "search", slow)
+            first = asyncio.ensure_future(server.send("sessions/search", {}, keys["ada"]))
+            await until_so(lambda: server.state.searching == {"ada"})
+            assert (await server.send("sessions/search", {}, keys["ada"]))[0] == 429
+            assert (await server.send("sessions/search", {}, keys["ben"]))[0] == 200
+            held.set()
+            assert (await first)[0] == 200
+            monkeypatch.setattr(store, "SEARCH_SECONDS", -1.0)
+            monkeypatch.setattr(store, "SEARCH_INSTRUCTIONS", 1)
+            status, answer = await server.send("sessions/search", {}, keys["ada"])
+            assert status == 400
+            assert "the search was given up" in answer["detail"]
+            monkeypatch.undo()
+            assert (await server.send("sessions/search", {}, keys["ada"]))[0] == 200
+
+    played(scenario)

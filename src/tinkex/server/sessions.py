@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import functools
 import hmac
 import json
 import time
@@ -142,19 +143,37 @@ async def search_sessions(state: State, call: Call) -> SessionSearchResponse:
         return SessionSearchResponse(sessions=[])
     conditions = _conditions(request, call.owner)
     sql = f"""
-        SELECT sessions.*, {MICROSECOND} AS microsecond, COUNT(tinker_path) AS count, SUM(size_bytes) AS size
-        FROM sessions LEFT JOIN runs USING (session_id)
+        WITH page AS (
+            SELECT sessions.*, {MICROSECOND} AS microsecond FROM sessions
+            WHERE {" AND ".join(sql for sql, _ in conditions)}
+            ORDER BY microsecond DESC, session_id DESC LIMIT ?
+        )
+        SELECT page.*, COUNT(tinker_path) AS count, SUM(size_bytes) AS size
+        FROM page LEFT JOIN runs USING (session_id)
         LEFT JOIN checkpoints ON checkpoints.model_id = runs.model_id AND (expires IS NULL OR expires > ?)
-        WHERE {" AND ".join(sql for sql, _ in conditions)}
-        GROUP BY session_id ORDER BY microsecond DESC, session_id DESC LIMIT ?
+        GROUP BY session_id ORDER BY microsecond DESC, session_id DESC
     """
     values = [value for _, values in conditions for value in values]
-    rows = await asyncio.to_thread(state.store.rows, sql, time.time(), *values, request.limit + 1)
+    rows = await _search(state, call.owner, sql, *values, request.limit + 1, time.time())
     page = [_summary(row) for row in rows[: request.limit]]
     cursor = None
     if len(rows) > request.limit:
         cursor = SessionSearchCursor(last_created_at=page[-1].created_at, last_session_id=page[-1].session_id)
     return SessionSearchResponse(sessions=page, next_cursor=cursor)
+
+
+async def _search(state: State, owner: str, sql: str, *values: Any) -> list[Any]:
+    """Search beside everything else; an owner has one search at a time."""
+    if owner in state.searching:
+        raise Refusal(429, "another search of this account is under way", headers={"Retry-After": "1"})
+    state.searching.add(owner)
+    try:
+        search = functools.partial(state.store.search, sql, *values)
+        return await asyncio.get_running_loop().run_in_executor(state.store.searchers, search)
+    except TimeoutError as error:
+        raise Refusal(400, f"the search was given up: {error}; ask for less, such as one project") from None
+    finally:
+        state.searching.discard(owner)
 
 
 def _conditions(request: SessionSearchRequest, owner: str) -> list[tuple[str, list[Any]]]:

@@ -257,6 +257,8 @@ class State:
         self.metrics = Metrics()
         self.owners: dict[str, str] = {}
         """Owners of sessions, as far as they have been asked for."""
+        self.searching: set[str] = set()
+        """Owners whose search is under way."""
         self.is_draining = False
         self.expanding = asyncio.Semaphore(1)
         """Held while a compressed body grows large."""

@@ -11,6 +11,8 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,10 @@ DATABASE = "tinkex.sqlite3"
 """The file of a data directory that holds its facts."""
 KNOWN_SAMPLERS = 10_000
 """Samplers that are remembered beside the database."""
+SEARCH_SECONDS = 5.0
+"""How long a search may take."""
+SEARCH_INSTRUCTIONS = 10_000
+"""After so many instructions of SQLite a search looks at the clock."""
 LOCAL_OWNER = "local"
 """Who owns what is made on an open server, or with the key that a server was started with."""
 
@@ -181,6 +187,9 @@ class Store:
         self.root = path.parent  # checkpoints are recorded relative to it, so that the directory can be moved
         self._lock = threading.Lock()
         self._samplers: dict[str, Sampler] = {}
+        self._uri = f"{path.resolve().as_uri()}?mode=ro"
+        self.searchers = ThreadPoolExecutor(2, "tinkex-search")
+        """Threads for searches: those of several owners take turns on them, and nothing else waits for them."""
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
         self._db.row_factory = sqlite3.Row
         row_digests.register(self._db)
@@ -219,8 +228,26 @@ class Store:
         with self._lock:
             row_digests.verify(self._db, DATABASE)
 
+    def search(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """Run a query that may take long, on a connection of its own, so that nobody waits for it.
+
+        Raises:
+            TimeoutError: It took longer than SEARCH_SECONDS.
+        """
+        until = time.monotonic() + SEARCH_SECONDS
+        with closing(sqlite3.connect(self._uri, uri=True, isolation_level=None, timeout=30)) as db:
+            db.row_factory = sqlite3.Row
+            db.set_progress_handler(lambda: time.monotonic() > until, SEARCH_INSTRUCTIONS)
+            try:
+                return db.execute(query, values).fetchall()
+            except sqlite3.OperationalError as error:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"the query took longer than {SEARCH_SECONDS:g} s") from error
+                raise
+
     def close(self) -> None:
         """Close the database."""
+        self.searchers.shutdown()
         with self._lock:
             self._db.close()
 
