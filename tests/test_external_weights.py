@@ -21,7 +21,7 @@ from support import MODEL, Keyed, serving
 from tinkex import LoraConfig, ModelInput, RestClient, SamplingParams, ServiceClient
 from tinkex.engine.torch_engine import TorchEngine
 from tinkex.server import upload_files, uploads
-from tinkex.server.accounts import create_key
+from tinkex.server.accounts import create_key, revoke_key
 from tinkex.server.imports import most_bytes
 from tinkex.server.store import DATABASE, Store
 from tinkex.types import ExternalWeightsUploadStartRequest
@@ -292,3 +292,17 @@ def test_upload_methods_warn_that_they_are_experimental(url: str) -> None:
             future = rest.external_weights_upload_finish(begun.upload_id)
         with pytest.raises(tinkex.BadRequestError):
             future.result(20)
+
+
+def test_address_of_an_upload_ends_with_its_key(model_dir: Path, tmp_path: Path) -> None:
+    engine = TorchEngine({MODEL: model_dir}, threads=1)
+    with serving(engine, tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
+        number, key = create_key(store, "key")
+        with RestClient(base_url=url, api_key=key) as rest:
+            address = begin(rest).urls[CONFIG]
+        assert put(address, b"{}")[0] == 200
+        assert put(address.replace(f"key={number}", "key=0"), b"{}")[0] == 403
+        assert revoke_key(store, number)
+        status, said = put(address, b"{}")
+    assert status == 403
+    assert "the API key that this address was made for has been revoked" in said

@@ -45,6 +45,17 @@ def test_full_disk_is_the_cause_that_is_told(tmp_path: Path, flush: bool) -> Non
         assert store.rows("SELECT count(*) AS n FROM sessions")[0]["n"] == 1
 
 
+@pytest.mark.parametrize("flush", [True, False])
+def test_what_sqlite_has_rolled_back_by_itself_hides_no_cause(tmp_path: Path, flush: bool) -> None:
+    with closing(Store(tmp_path / DATABASE)) as store:
+        told = "SELECT RAISE(ROLLBACK, 'database or disk is full')"
+        store.rows(f"CREATE TEMP TRIGGER full BEFORE INSERT ON sessions BEGIN {told}; END")
+        with pytest.raises(sqlite3.DatabaseError, match="database or disk is full"):
+            store.change((SQL, [("a", "x")]), flush=flush)
+        store.rows("DROP TRIGGER full")
+        store.change((SQL, [("a", "x")]), flush=flush)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()

@@ -56,7 +56,8 @@ async def external_weights_upload_start(state: State, call: Call) -> ExternalWei
     base = f"{call.base_url or IN_PROCESS}{PREFIX}/uploads/{upload.id}"
     expires = str(int(upload.expires))
     urls = {
-        name: f"{base}/{name}?expires={expires}&signature={_signature(state, upload.id, name, expires)}"
+        name: f"{base}/{name}?expires={expires}&key={call.key_id}"
+        f"&signature={_signature(state, upload.id, name, expires, str(call.key_id))}"
         for name in upload.sizes
     }
     until = dt.datetime.fromtimestamp(int(upload.expires), dt.UTC)
@@ -91,8 +92,9 @@ def _files_of(state: State, base_model: str) -> Path:
     return directory
 
 
-def _signature(state: State, upload_id: str, file: str, expires: str) -> str:
-    return state.accounts.sign("\n".join(["upload", upload_id, file, expires])).hex()
+def _signature(state: State, upload_id: str, file: str, expires: str, key: str) -> str:
+    own_key = 0 if key == "0" else 1  # the server's own key is part of the signatures given to it
+    return state.accounts.sign("\n".join(["upload", upload_id, file, expires, key]), own_key).hex()
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -116,9 +118,10 @@ def upload_route(state: State) -> Route:
 
 async def _take(state: State, request: Request, coming: set[Path]) -> None:
     upload_id, file = request.path_params["upload_id"], request.path_params["file"]
-    expires, given = (request.query_params.get(part, "") for part in ("expires", "signature"))
-    if not hmac.compare_digest(given.encode(), _signature(state, upload_id, file, expires).encode()):
+    expires, key, given = (request.query_params.get(part, "") for part in ("expires", "key", "signature"))
+    if not hmac.compare_digest(given.encode(), _signature(state, upload_id, file, expires, key).encode()):
         raise Refusal(403, "this address is not signed by this server: use it unchanged, or start another upload")
+    await state.accounts.check_key(int(key))
     upload = await asyncio.to_thread(find_upload, state.upload_dir, upload_id)
     if upload is None or file not in upload.sizes:
         raise Refusal(403, "this address has expired: start another upload")
