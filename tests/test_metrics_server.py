@@ -137,7 +137,7 @@ def test_the_access_log_has_a_line_for_each_request_and_no_secrets(
     wire = Keyed(serve(api_key="tml-hidden").url, "tml-hidden")
     with caplog.at_level(logging.INFO, "tinkex.server.access"):
         wire.post("create_session", {"sdk_version": "x", "user_metadata": {"token": "hunter2"}})
-        Wire(wire.url).send("healthz", method="GET", headers={"X-API-Key": "tml-guess"})
+        Wire(wire.url).send("get_server_capabilities", method="GET", headers={"X-API-Key": "tml-guess"})
         trace = wire.get(f"sessions/{wire.session()}/trace_export")["url"]
         assert fetch(wire.url, trace.removeprefix(wire.url))[0] == 200
     lines = [JsonFormatter().format(record) for record in caplog.records if record.name == "tinkex.server.access"]
@@ -149,7 +149,7 @@ def test_the_access_log_has_a_line_for_each_request_and_no_secrets(
         "local",
     )
     assert first["ms"] > 0
-    assert (second["operation"], second["status"], second["owner"]) == ("healthz", 401, None)
+    assert (second["operation"], second["status"], second["owner"]) == ("get_server_capabilities", 401, None)
     for secret in ("hidden", "guess", "hunter2", trace.split("signature=")[1]):
         assert secret not in "".join(lines)
 

@@ -21,12 +21,13 @@ def complain(what: str, error: BaseException, *, about: str = "") -> None:
     """Log what could not be done, and why: a full disk in one line, anything else with its traceback.
 
     Args:
-        what: What failed; the same text is logged once in ten minutes for the same kind of error.
+        what: What failed.
         error: Why.
-        about: What it was done to; it does not make another text.
+        about: What it was done to. On a full disk that makes no difference: the same text is logged
+            once in ten minutes, whatever it is about.
     """
     is_full = is_full_disk(error)
-    kind = (what, FULL_DISK if is_full else type(error).__name__)
+    kind = (what, FULL_DISK) if is_full else (f"{what} {about}", type(error).__name__)
     now = time.monotonic()
     if now - _told.get(kind, -SECONDS) < SECONDS:
         return
