@@ -514,3 +514,17 @@ def test_without_a_token_nothing_is_fetched(
     assert run(["checkpoint", "push-hf", PATH]).exit_code == 1
     assert "no Hugging Face token" in capsys.readouterr().err
     assert server.seen == []
+
+
+def test_checkpoints_of_different_ranks_are_not_called_alike(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    from tinkex.cli.diff import compare
+
+    for name, rank in (("one", 2), ("two", 4)):
+        (tmp_path / name).mkdir()
+        save_file({"x.lora_A.weight": np.ones((rank, 3), np.float32)}, tmp_path / name / "adapter_model.safetensors")
+    found = compare(tmp_path / "one", tmp_path / "two")
+    assert found["summary"]["compared"] == 0
+    assert found["summary"]["relative"] is None
+    assert not found["same"]

@@ -40,6 +40,14 @@ def test_a_client_s_settings_reach_the_engine(service: ServiceClient) -> None:
     assert first not in [chunk.token_id for chunk in streamed]
 
 
+def test_arguments_in_the_wrong_order_are_told_so(service: ServiceClient) -> None:
+    sampler: Any = service.create_sampling_client(base_model=MODEL).result()
+    with pytest.raises(TypeError, match="the order is prompt, number of samples, sampling_params"):
+        sampler.sample(PROMPT, greedy(), 1)
+    with pytest.raises(TypeError, match="num_samples must be a whole number, got float"):
+        sampler.sample(PROMPT, 1.5, greedy())
+
+
 @pytest.mark.parametrize("changes", [{"logit_bias": {10**6: 1.0}}, {"bad_words": [[10**6]]}])
 def test_a_token_outside_the_vocabulary_is_the_callers_fault(service: ServiceClient, changes: dict[str, Any]) -> None:
     sampler = service.create_sampling_client(base_model=MODEL).result()

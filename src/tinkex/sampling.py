@@ -286,6 +286,11 @@ class SamplingClient:
                 f"prompt must be a ModelInput, got {type(prompt).__name__}: "
                 "ModelInput.from_ints(tokenizer.encode(text)) makes one of text"
             )
+        if isinstance(num_samples, SamplingParams) or not hasattr(num_samples, "__index__"):
+            raise TypeError(
+                f"num_samples must be a whole number, got {type(num_samples).__name__}: "
+                "the order is prompt, number of samples, sampling_params"
+            )
         if num_samples < 1:
             raise ValueError("num_samples must be at least 1")
         if prompt_alt_tokens_k < 0:

@@ -121,7 +121,7 @@ def compare(first: Path, second: Path, *, optimizer: bool = False) -> dict[str, 
             "different": sum(entry["max"] != 0 for entry in compared),
             "max": _largest([entry["max"] for entry in compared]),
             "norm": norm,
-            "relative": _ratio(norm, whole),
+            "relative": _ratio(norm, whole) if compared else None,  # of other ranks nothing can be compared
         },
     }
     data["same"] = (
