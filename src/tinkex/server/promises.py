@@ -60,6 +60,8 @@ class Promise:
     cancel: Callable[[], object] | None = None
     """Gives the work up, where work can be given up."""
     on_settled: Callable[[Promise], object] | None = None
+    on_read: Callable[[], object] | None = None
+    """Told once when the result is read or forgotten, if somebody counts what waits to be read."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: Any = None
     kept: codec.Body | None = None
@@ -88,6 +90,13 @@ class Promise:
     def touch(self) -> None:
         """Note that the result has been read."""
         self.read = time.monotonic()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Say that the result no longer waits for its reader."""
+        on_read, self.on_read = self.on_read, None
+        if on_read is not None:
+            on_read()
 
     def fail(self, message: str, category: RequestErrorCategory = RequestErrorCategory.User) -> None:
         """Give the promise a failure."""
@@ -273,6 +282,7 @@ class Promises:
 
     def _forget(self, promise: Promise) -> None:
         del self._promises[promise.request_id]
+        promise.let_go()
         self._gone[promise.request_id] = None
         if promise.target is not None and (log := self._logs.get(promise.target)) is not None:
             log.remove(promise)

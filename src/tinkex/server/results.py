@@ -17,6 +17,17 @@ OFF_LOOP_VALUES = 8_000
 """Results of more numbers than this are encoded in a thread."""
 
 
+def size_of(result: object) -> int:
+    """About how many bytes a result takes in memory; small ones count as nothing."""
+    if isinstance(result, ForwardBackwardOutput):
+        return sum(tensor.values.nbytes for output in result.loss_fn_outputs for tensor in output.values())
+    if not isinstance(result, SampleResponse):
+        return 0
+    tables = [result.topk_prompt_logprobs_np, *(one.topk_logprobs_np for one in result.sequences)]
+    size = sum(table.token_ids.nbytes + table.logprobs.nbytes for table in tables if table is not None)
+    return size + 8 * sum(one.length for one in result.sequences) + getattr(result.prompt_logprobs_np, "nbytes", 0)
+
+
 async def encoding(promise: Promise, *, as_protobuf: bool) -> codec.Body:
     """The bytes of a promise's result, in the form its reader accepts."""
     if is_heavy(promise):

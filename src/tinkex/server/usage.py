@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import functools
 import json
 import logging
 import time
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from tinkex.server.complaints import complain
 from tinkex.server.refusals import Refusal
+from tinkex.server.results import size_of
 from tinkex.server.store import LOCAL_OWNER, Sampler, Store, user_urn
 from tinkex.types.account import (
     AuditEventType,
@@ -100,12 +102,20 @@ class Meter:
         self.totals: defaultdict[str, float] = defaultdict(float)
         self.open: Counter[tuple[str, str]] = Counter()
         """Operations that have been taken and have not ended, by owner and name."""
+        self.unread: Counter[str] = Counter()
+        """Bytes of results that wait to be read, by owner."""
         self.creating: Counter[str] = Counter()
         """Runs on their way, by owner."""
 
     def open_of(self, owner: str) -> int:
         """How many operations of an owner have not ended."""
         return sum(count for (whose, _), count in self.open.items() if whose == owner)
+
+    def was_read(self, owner: str, waiting: int) -> None:
+        """Count a result of so many bytes no longer as unread."""
+        self.unread[owner] -= waiting
+        if self.unread[owner] <= 0:
+            del self.unread[owner]
 
     def count(self, owner: str, session_id: str, base_model: str, kind: Kind, amount: float) -> None:
         """Add to what was used in this hour."""
@@ -213,6 +223,9 @@ class Watch:
     def _note(self, promise: Promise) -> None:
         meter, result = self.meter, promise.result
         meter.open[self.owner, self.operation] -= 1
+        if waiting := size_of(result):
+            meter.unread[self.owner] += waiting
+            promise.on_read = functools.partial(meter.was_read, self.owner, waiting)
         if self.creates:
             meter.creating[self.owner] -= 1
         failed = result.error if isinstance(result, RequestFailedResponse) else None
