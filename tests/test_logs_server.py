@@ -188,7 +188,7 @@ def test_a_refusal_is_no_error_of_the_server_and_a_failure_of_its_own_is(
 ) -> None:
     recording = Recording()
     wire = serve(tracing=Tracing(recording), api_key="tml-hidden")
-    assert wire.send("healthz", method="GET").status == 401
+    assert wire.send("get_server_capabilities", method="GET").status == 401
     refused = recording.spans[-1]
     assert refused.attributes["http.response.status_code"] == 401
     assert "tinkex.owner" not in refused.attributes

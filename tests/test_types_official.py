@@ -51,6 +51,7 @@ OPTIONAL_HERE = {
     ("UnhandledExceptionEvent", "severity"): "usual for the class",
 }
 EXTRA_HERE = {
+    "Checkpoint": {"base_model"},  # of SDK 0.39
     "ClientConfigResponse": {
         "batched_results",
         "create_model_via_load_weights",
