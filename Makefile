@@ -13,7 +13,7 @@ help:
 	@echo "make test        run the tests"
 	@echo "make slow        run the slow tests"
 	@echo "make kernels     run the GPU's kernels without a GPU, by Triton's interpreter, and compile them for some"
-	@echo "make crash       kill the server again and again while two clients train, save and sample"
+	@echo "make crash       kill the server again and again while it works, and cut its power"
 	@echo "make versions    run the loop with eleven versions of the official client"
 	@echo "make cookbook    run the tests and loops of two tinker-cookbooks with the official client and with tinkex"
 	@echo "make examples    run all examples, each of which proves what it shows"
@@ -42,7 +42,7 @@ kernels:
 endif
 
 crash: $(VENV)/.test
-	$(BIN)/python -m pytest -q tests/test_crashes.py $(ARGS)
+	$(BIN)/python -m pytest -q tests/test_crashes.py tests/test_power_loss.py $(ARGS)
 
 versions: $(VENV)/.test
 	$(BIN)/python tools/clients.py

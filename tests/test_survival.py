@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections import Counter
@@ -557,6 +558,52 @@ def test_a_nameless_sampler_that_is_made_anew_while_it_is_written_is_the_new_one
             image = killed(tmp_path / "a")
         async with life(image) as second:
             assert await second.run("asample", sample_json(sampler, 1)) == drawn
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
+def test_results_that_were_just_read_outlive_a_second_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "STATE_OPERATIONS", 2)
+    monkeypatch.setattr(submission, "STATE_REST", 0)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a") as first:
+            model, told = await first.model(), {}
+            for number in (1, 3, 5):
+                told[number] = await first.run("forward_backward", pass_json(model, number))
+                told[number + 1] = await first.run("optim_step", step_json(model, number + 1))
+                in_force = f"runs/*/state-{number + 1}"
+                await until(lambda pattern=in_force: bool(list((tmp_path / "a").glob(pattern))))  # type: ignore[misc]
+            image = killed(tmp_path / "a")
+        async with life(image) as second:
+            for number, result in told.items():
+                assert await second.result(f"{model}:{number}") == result
+
+    played(scenario)
+
+
+@pytest.mark.covers("S44")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the names of open files are read from /proc")
+def test_directories_of_what_is_acknowledged_are_flushed_up_to_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed, flush = set[Path](), os.fsync
+
+    def fsync(handle: int) -> None:
+        flushed.add(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "new" / "a") as server:
+            model = await server.model()
+            await server.run("save_weights", save_json(model, 1, "x"))
+            (journal,) = (tmp_path / "new" / "a").glob("runs/*/segment-*.log")
+            (checkpoint,) = (tmp_path / "new" / "a").glob("checkpoints/*/weights/x")
+            above = {directory for path in (journal, checkpoint) for directory in path.parents}
+            assert {directory for directory in above if directory.is_relative_to(tmp_path)} <= flushed
 
     played(scenario)
 

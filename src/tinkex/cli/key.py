@@ -139,14 +139,14 @@ def _store(data_dir: Path | None, *, new: bool = False) -> Iterator[Store]:
     import sqlite3
 
     from tinkex.local import default_data_dir, unusable
-    from tinkex.server.data_dir import DataDirError
+    from tinkex.server.data_dir import DataDirError, make_directory
     from tinkex.server.store import DATABASE, Store
 
     directory = (data_dir or default_data_dir()).expanduser()
     if not new and not (directory / DATABASE).exists():
         raise CommandError(f"there is no data of a server in {directory}")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         with contextlib.closing(Store(directory / DATABASE)) as store:
             yield store
     except DataDirError as error:

@@ -15,9 +15,9 @@ from typing import Any
 
 from tinkex.engine import EngineError
 from tinkex.server.catalogue import Catalogue, discard
-from tinkex.server.data_dir import is_full_disk
+from tinkex.server.data_dir import is_full_disk, sync_above
 from tinkex.server.scheduler import Beside
-from tinkex.server.seals import contents, sync
+from tinkex.server.seals import contents
 from tinkex.server.state import State, write_whole
 from tinkex.server.store import Run, Save, SavedCheckpoint, Store
 from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
@@ -130,7 +130,7 @@ def _place_files(store: Store, run: Run, wanted: Wanted, scratch: Path) -> Saved
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    sync([parent])
+    sync_above(target, 3)  # up to the directory of all checkpoints
     replaced = Catalogue(store).directory(path)
     saved = SavedCheckpoint(
         tinker_path=path,

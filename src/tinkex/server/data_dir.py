@@ -133,6 +133,7 @@ def set_aside(data_dir: Path, directory: Path, why: str) -> Path | None:
     target = place / f"{directory.name}-{time.time_ns()}"
     try:
         place.mkdir(exist_ok=True)
+        sync_directory(data_dir)
         directory.rename(target)
     except FileNotFoundError:
         return None
@@ -143,6 +144,20 @@ def set_aside(data_dir: Path, directory: Path, why: str) -> Path | None:
     sync_directory(directory.parent)
     logger.error("%s %s; it was set aside as %s", directory, why, target)
     return target
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it; a power loss does not take them back."""
+    missing = [place for place in (path, *path.parents) if not place.is_dir()]
+    path.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        sync_directory(place.parent)
+
+
+def sync_above(path: Path, levels: int) -> None:
+    """Make the name of a file durable, and those of the directories above it, so many in all."""
+    for directory in path.parents[:levels]:
+        sync_directory(directory)
 
 
 def sync_directory(path: Path) -> None:

@@ -25,7 +25,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tinkex.server.data_dir import sync_directory
+from tinkex.server.data_dir import sync_above
 
 HEADER = struct.Struct("<4sIQqII")
 """Magic, lengths of facts and body, number, checksum of facts and body, checksum of this header."""
@@ -84,7 +84,7 @@ class Segment:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(self._path, "xb")
-            sync_directory(self._path.parent)
+            sync_above(self._path, 3)  # up to the data directory
         try:
             rest = memoryview(b"".join(pieces))
             while rest:

@@ -19,7 +19,7 @@ from tinkex.engine import BaseModel, Engine, EngineError, Writer
 from tinkex.server.accounts import Accounts
 from tinkex.server.catalogue import Catalogue, discard
 from tinkex.server.complaints import complain
-from tinkex.server.data_dir import Lock, set_aside, sync_directory
+from tinkex.server.data_dir import Lock, make_directory, set_aside, sync_above
 from tinkex.server.journal import Committer, Journal
 from tinkex.server.metrics import Metrics
 from tinkex.server.promises import Promise, Promises
@@ -238,12 +238,12 @@ class State:
         """Takes up again what an earlier life of the server had of a run or of a session's samples."""
         self.bound: dict[str, str] = {}
         """Which weights the samplers of open sessions began with: they never change to others of the same path."""
-        data_dir.mkdir(parents=True, exist_ok=True)
+        make_directory(data_dir)
         self._lock = Lock(data_dir, shared=embedded)
         self.left = {found.name for place in ("runs", "samples") for found in (data_dir / place).glob("*")}
         """The names of what an earlier life left in its journals."""
         self.checkpoint_dir = data_dir / "checkpoints"
-        self.checkpoint_dir.mkdir(exist_ok=True)
+        make_directory(self.checkpoint_dir)
         self.upload_dir = data_dir / "uploads"
         self.finishing: set[str] = set()
         """Uploads that are just being made checkpoints of."""
@@ -437,7 +437,7 @@ class State:
             return
         del self._unplaced[sampler]
         scratch.rename(directory)
-        sync_directory(directory.parent)
+        sync_above(directory, 2)
 
     def clear_unplaced(self, session_id: str) -> None:
         """Delete what an earlier life had not written to its end of a session's samplers. On the worker."""

@@ -384,10 +384,10 @@ async def _enforce(state: State, live: LiveRun, number: int, write: Writer | Non
                 del live.unsaved_samplers[sampler]
         now = time.monotonic()
         covered = {key: promise for key, promise in live.recent.items() if key <= number}
-        wanted = [p for p in covered.values() if not p.read or now - p.read < JUST_READ]
-        for promise in wanted:
+        wanted = {key: p for key, p in covered.items() if not p.read or now - p.read < JUST_READ}
+        for promise in wanted.values():
             await promise.done.wait()
-        await asyncio.to_thread(_write_results, written / "results.log", wanted)
+        await asyncio.to_thread(_write_results, written / "results.log", list(wanted.values()))
         await asyncio.to_thread(_put_in_force, written, directory / f"state-{number}")
     except Exception as error:
         if live.state_rest == math.inf:
@@ -395,9 +395,8 @@ async def _enforce(state: State, live: LiveRun, number: int, write: Writer | Non
         if directory.exists():  # else the run was let go meanwhile, and there is nothing to keep
             complain("the state of a run could not be put on disk; its journal stays", error, about=live.run.model_id)
         return
-    for key in covered:
-        if key in live.recent and live.recent[key].read:
-            del live.recent[key]
+    for key in covered.keys() - wanted.keys():
+        live.recent.pop(key, None)
     await asyncio.to_thread(_drop_states, directory, number)
     journal.drop_until(number)
     state.recordings.release(live.run.model_id, number)

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkex.server.data_dir import write_durably
+from tinkex.server.data_dir import make_directory, write_durably
 from tinkex.types.external_weights import ExternalWeightsUploadStartRequest
 from tinkex.types.record import from_json, to_json
 
@@ -33,7 +33,7 @@ class Upload:
 
     def write(self) -> None:
         """Put it on record."""
-        self.directory.mkdir(parents=True)
+        make_directory(self.directory)
         about = {"owner": self.owner, "expires": self.expires, "sizes": self.sizes}
         text = {**about, "request": json.loads(to_json(self.request))}
         write_durably(self.directory / ABOUT, json.dumps(text).encode())

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from tinkex.engine import EngineError
 from tinkex.protocol import PREFIX
 from tinkex.server.checkpoints import Wanted, put_files
+from tinkex.server.data_dir import sync_directory
 from tinkex.server.exports import IN_PROCESS
 from tinkex.server.imports import CONFIG, GROUPS, MAX_RANK, WEIGHTS, most_bytes, read_adapter
 from tinkex.server.refusals import Refusal
@@ -164,6 +165,7 @@ async def _receive(request: Request, target: Path, most: int) -> None:
             await asyncio.to_thread(file.write, bytes(held))
             await asyncio.to_thread(_flush, file)
         await asyncio.to_thread(os.replace, scratch, target)
+        await asyncio.to_thread(sync_directory, target.parent)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
