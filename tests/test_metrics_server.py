@@ -91,6 +91,8 @@ def test_metrics_count_requests_and_tokens(serve: Serve) -> None:
     assert seen["tinkex_samplers"] == 1
     assert seen["tinkex_open_sessions"] == 1
     assert seen["tinkex_samples_in_flight"] == 0
+    assert seen['tinkex_engine_steps_total{kind="training"}'] == 1
+    assert seen['tinkex_engine_steps_total{kind="sampling"}'] >= 1
     counts = [value for name, value in seen.items() if name.startswith('tinkex_request_seconds_bucket{operation="fo')]
     assert counts == sorted(counts)
 

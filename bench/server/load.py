@@ -48,17 +48,20 @@ def mark(name: str, **facts: Any) -> None:
 class Line(asyncio.Protocol):
     """One connection, one exchange at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str = "") -> None:
         self.transport: Any = None
         self.arrived = 0.0
+        self._key = f"x-api-key: {key}\r\n" if key else ""
         self._buffer = bytearray()
         self._waiting: asyncio.Future[tuple[int, bytes]] | None = None
+        self._is_closed = False
 
     @classmethod
-    async def to(cls, url: str) -> Line:
-        """A new connection."""
-        place = urlsplit(url)
-        _, line = await asyncio.get_running_loop().create_connection(cls, place.hostname, place.port)
+    async def to(cls, url: str, key: str = "", source: str | None = None) -> Line:
+        """Connect to a server, with a key if it wants one, from an address if that matters."""
+        place, local = urlsplit(url), None if source is None else (source, 0)
+        loop = asyncio.get_running_loop()
+        _, line = await loop.create_connection(lambda: cls(key), place.hostname, place.port, local_addr=local)
         return line
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -67,6 +70,7 @@ class Line(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """It is gone."""
+        self._is_closed = True
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(error or ConnectionError("closed by the server"))
 
@@ -85,18 +89,30 @@ class Line(asyncio.Protocol):
         body = bytes(self._buffer[end + 4 : end + 4 + size])
         self._buffer.clear()
         assert self._waiting is not None
-        self._waiting.set_result((int(head[9:12]), body))
+        if not self._waiting.done():
+            self._waiting.set_result((int(head[9:12]), body))
 
-    async def ask(self, path: str, body: bytes, kind: str = codec.JSON) -> tuple[int, bytes, float]:
+    async def ask(self, path: str, body: bytes, kind: str = codec.JSON, more: str = "") -> tuple[int, bytes, float]:
         """Status, body and seconds of one exchange."""
+        if self._is_closed:
+            raise ConnectionError("closed by the server")
         self._waiting = asyncio.get_running_loop().create_future()
         head = (
             f"POST /api/v1/{path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {kind}\r\naccept: {codec.PROTOBUF}\r\n"
         )
         begun = time.perf_counter()
-        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.write(f"{head}{self._key}{more}content-length: {len(body)}\r\n\r\n".encode() + body)
         status, answer = await self._waiting
         return status, answer, self.arrived - begun
+
+    async def get(self, path: str) -> bytes:
+        """Fetch a page."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        self.transport.write(f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n{self._key}\r\n".encode())
+        status, answer = await self._waiting
+        if status != 200:
+            raise SystemExit(f"{path}: {status} {answer[:300]!r}")
+        return answer
 
     async def post(self, path: str, message: Any) -> Any:
         """One exchange in JSON that must succeed."""

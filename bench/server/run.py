@@ -1,119 +1,37 @@
 """Put a server under load and print what its clients notice of it, and what it takes.
 
+python bench/server/run.py --hostile [--seconds 300] [--only samples,unread]
 python bench/server/run.py [--quick] [--engine fake --delay 0.001] [--clients 64] [--samples 2000] [--seconds 30]
 
 The server is a process of its own (`tinkex serve`) on all cores; the clients are another (`load.py`), on the last core
 and with a lower priority, so that they do not take the server's. Nothing is left behind: the server's data is in a
 temporary directory. Latency of a submit is what a bare HTTP client sees, from the last byte of the request to the last
 of the receipt, after the samples have been filled up and while training and sampling go on.
+
+With `--hostile` one owner uses every limit of the server, and what another owner notices of it is measured
+(`hostile.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import math
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from hostile import add_options, run_hostile
+from process import HERE, Gauge, environment, latency_row, quantile, served
+
 OPERATIONS = ("forward_backward", "optim_step", "save_weights", "asample")
 TARGET_MS = 50.0
 WATCHED = {"full": signal.SIGUSR1, "held": signal.SIGUSR2}
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def environment() -> dict[str, str]:
-    """No proxies, no settings of the user's."""
-    dropped = ("proxy", "tinker_", "tinkex_")
-    return {name: value for name, value in os.environ.items() if not any(word in name.lower() for word in dropped)}
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a process had taken at a moment."""
-
-    at: float
-    memory: float
-    """Resident MB."""
-    cpu: float
-    """Seconds, of all threads …"""
-    loop: float
-    """… and of the main one, which runs the event loop."""
-    kept_waiting: float
-    """Seconds in which the main thread could have run and was given no core."""
-    machine: float
-    """CPU seconds of everything on the machine."""
-
-
-class Gauge(threading.Thread):
-    """Reads, twice a second, what a process takes."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self.process = Path("/proc", str(pid))
-        self.main = self.process / "task" / str(pid)
-        self.readings: list[Reading] = []
-        self.over = threading.Event()
-
-    def run(self) -> None:
-        """Until told to stop, or the process is gone."""
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            while not self.over.wait(0.5):
-                self.readings.append(self.read())
-
-    def read(self) -> Reading:
-        """One reading."""
-        pages = int((self.process / "statm").read_text().split()[1])
-        busy = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
-        return Reading(
-            at=time.monotonic(),
-            memory=pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
-            cpu=_ticks(self.process / "stat"),
-            loop=_ticks(self.main / "stat"),
-            kept_waiting=int((self.main / "schedstat").read_text().split()[1]) / 1e9,
-            machine=(sum(busy[:3]) + sum(busy[5:8])) / TICKS,
-        )
-
-    def between(self, start: float, end: float) -> list[Reading]:
-        """The readings of a time."""
-        return [reading for reading in self.readings if start <= reading.at <= end]
-
-
-def _ticks(path: Path) -> float:
-    fields = path.read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
-@contextlib.contextmanager
-def served(args: argparse.Namespace, folder: Path) -> Iterator[tuple[int, str]]:
-    """The server, for as long as it is needed: its process id and its address."""
-    command = [sys.executable, str(HERE / "served.py"), "--engine", args.engine, "--delay", str(args.delay)]
-    command += ["--watch", str(args.watch)] if args.watch else []
-    command += ["--port", "0", "--data-dir", str(folder), "--no-hub-cache"]
-    variables = environment() | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
-    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        if found is None:
-            raise SystemExit("the server did not start")
-        try:
-            yield process.pid, found.group()
-        finally:
-            process.terminate()
-            process.wait(60)
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Gauge]:
@@ -143,18 +61,6 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], G
         if clients.returncode or "latencies" not in said:
             raise SystemExit(f"the clients ended with {clients.returncode}")
         return said, marks, gauge
-
-
-def quantile(values: list[float], share: float) -> float:
-    """The value that so large a share does not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def latency_row(name: str, seconds: list[float]) -> str:
-    """A row of the Markdown table."""
-    p50, p90, p99 = (f"{1000 * quantile(seconds, share):.1f}" for share in (0.5, 0.9, 0.99))
-    return f"| {name} | {len(seconds):,} | {p50} | {p90} | {p99} | {1000 * max(seconds):.1f} |"
 
 
 def facts(
@@ -220,16 +126,23 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.004, help="seconds of each call of the fake engine")
     parser.add_argument("--clients", type=int, default=64, help="training clients, each with a run of its own")
     parser.add_argument("--samples", type=int, default=2000, help="samples in flight")
-    parser.add_argument("--seconds", type=float, default=30, help="how long the load is held")
+    parser.add_argument("--seconds", type=float, help="how long the load is held (default: 30; with --hostile 300)")
     parser.add_argument("--tokens", type=int, help="tokens of a sample (default: 4; with the fake engine 256)")
     parser.add_argument("--threads", type=int, help="threads of torch (default: as many as there are cores)")
     parser.add_argument("--nice", type=int, default=5, help="how much the clients step back (default 5)")
     parser.add_argument("--watch", type=Path, help="write here what holds the event loop up; slows the server down")
+    add_options(parser.add_argument_group("with --hostile"))
     args = parser.parse_args()
+    print(f"{os.cpu_count()} cores, Python {platform.python_version()}, {platform.machine()}", flush=True)
+    if args.hostile:
+        args.seconds = 300.0 if args.seconds is None else args.seconds
+        run_hostile(args)
+        return
+    args.seconds = 30.0 if args.seconds is None else args.seconds
     if args.quick:
         args.clients, args.samples, args.seconds = min(args.clients, 8), min(args.samples, 200), min(args.seconds, 10)
     engine = "fake engine" if args.engine == "fake" else "tinkex/tiny on torch (CPU)"
-    print(f"{engine}; {os.cpu_count()} cores, Python {platform.python_version()}, {platform.machine()}\n", flush=True)
+    print(f"{engine}\n", flush=True)
     if not report(args, *measure(args)):
         raise SystemExit("results were lost, came twice or were wrong")
 

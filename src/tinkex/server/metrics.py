@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex import prometheus
 from tinkex.prometheus import family, labels
 from tinkex.redaction import MOST_TRACEBACK, Scrubber
+from tinkex.server.scheduler import SAMPLING, TRAINING
 
 if TYPE_CHECKING:
     from tinkex.server.state import State
@@ -73,6 +74,8 @@ def _of_state(state: State, began: float) -> Iterator[str]:
     meter = state.meter
     tokens = {labels(kind=name): int(meter.totals[kind]) for kind, name in TOKENS.items()}
     yield from family("tinkex_tokens_total", "counter", "Tokens, by what was done with them.", tokens)
+    steps = {labels(kind=kind): state.worker.steps[kind] for kind in (TRAINING, SAMPLING)}
+    yield from family("tinkex_engine_steps_total", "counter", "Steps of the engine, by kind.", steps)
     waiting: Counter[str] = Counter()
     for (_, operation), count in meter.open.items():
         waiting[operation] += count

@@ -158,6 +158,8 @@ class Worker:
         """… how many operations that go on beside it, one after the other on this thread."""
         self._files = ThreadPoolExecutor(1, "tinkex-files")
         self._shares = Shares()
+        self.steps: Counter[str] = Counter()
+        """By kind, how many steps the engine has made."""
         self._samples: dict[str, asyncio.Future[Sampled]] = {}
         self._cancelled: set[str] = set()
         """Jobs to drop before the next step, without waiting for what else is queued."""
@@ -343,6 +345,7 @@ class Worker:
         else:
             self._step()
         self._shares.charge(kind, time.perf_counter() - began)
+        self.steps[kind] += 1
 
     def _release(self, run: str) -> None:
         """Begin what nothing of its run is before any more."""
