@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import sys
 import threading
@@ -16,8 +18,8 @@ import pytest
 from support import Wire, pass_json, serving, step_json
 from tinkex import codec
 from tinkex.engine.fake import FakeEngine
-from tinkex.server import bodies
-from tinkex.server.state import Limits
+from tinkex.server import bodies, journal
+from tinkex.server.state import Call, Limits
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -174,3 +176,43 @@ def _is_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def test_a_body_that_is_on_disk_is_not_kept_while_its_operation_waits(tmp_path: Path) -> None:
+    engine, opened = FakeEngine(), threading.Event()
+    with serving(engine, tmp_path) as url:
+        wire = Wire(url)
+        model = wire.model()
+        engine.fail = lambda method, _: None if method != "optim_step" else assert_opened(opened)
+        requests = [wire.post("optim_step", step_json(model, 1))["request_id"]]
+        body = json.dumps(pass_json(model, 2)).encode().ljust(1 << 20)
+        requests.append(json.loads(wire.send("forward_backward", body).body)["request_id"])
+        kept = [len(call.body) for call in gc.get_objects() if type(call) is Call]
+        opened.set()
+        for request in requests:
+            wire.result(request)
+    assert sum(kept) < 1 << 20
+
+
+def assert_opened(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
+def test_a_large_body_is_made_a_record_off_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop: list[tuple[bool, bool]] = []
+    original = journal.encode
+
+    def encode(entry: journal.Entry) -> bytes:
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            on_loop.append((len(entry.body) > bodies.OFF_LOOP_BYTES, True))
+            return original(entry)
+        on_loop.append((len(entry.body) > bodies.OFF_LOOP_BYTES, False))
+        return original(entry)
+
+    monkeypatch.setattr(journal, "encode", encode)
+    with serving(FakeEngine(), tmp_path) as url:
+        wire = Wire(url)
+        body = json.dumps(pass_json(wire.model(), 1)).encode().ljust(1 << 20)
+        wire.result(json.loads(wire.send("forward_backward", body).body)["request_id"])
+    assert set(on_loop) == {(False, True), (True, False)}

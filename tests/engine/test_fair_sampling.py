@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,20 @@ def test_short_sample_waits_for_no_crowd_of_rows(way: str, after: int, limits: A
         assert [one.tokens for one in result.sequences] == [one.tokens for one in before.sequences]
         if way != "static":
             same(result, before)
+
+
+def test_waiting_jobs_take_no_room_for_samples_and_tables(limits: Any) -> None:
+    engine = limits(way="slabs", max_rows=8)
+    wide, stopping = ask(tokens_of(1, 70), 1024, 60), ask(tokens_of(1, 70), 1024, 60, stop=["x"])
+    scored = ask(tokens_of(2, 70), 1, 1, prompt_logprobs=True, topk_prompt_logprobs=90)
+    engine.sample_start("first", "one", wide, 1, owner="a")  # makes the cache
+    for request in (wide, stopping, scored):
+        tracemalloc.start()
+        for number in range(50):
+            engine.sample_start(f"{id(request)} {number}", "one", request, 1, owner="a")
+        size = tracemalloc.get_traced_memory()[0] / 50
+        tracemalloc.stop()
+        assert size < 8_000
 
 
 @WAYS

@@ -91,7 +91,11 @@ class StopRule:
         self._strings = [item for item in items if isinstance(item, str)]
         if "" in self._strings:
             raise EngineError("a stop string must not be empty")
-        self._texts = [_Text(source.tokenizer()) for _ in range(rows)] if self._strings else []
+        self._source, self._rows = source, rows
+
+    @cached_property
+    def _texts(self) -> list[_Text]:
+        return [_Text(self._source.tokenizer()) for _ in range(self._rows)]
 
     def __call__(self, rows: Array, tokens: Array) -> Array:
         """Whether each row, having got its token, is at its end."""
@@ -165,9 +169,19 @@ class PromptScores:
         self._wanted = bool(request.prompt_logprobs) or self._k > 0
         self._first = max(1, prompt.size - (request.prompt_logprobs_last_n or prompt.size))
         self._targets = _Targets.of(request.target_prompt_logprobs, prompt.size, vocab)
-        self.logprobs_P = np.full(prompt.size, np.nan, dtype=np.float32)
-        self._topk = _empty_topk(prompt.size, self._k)
-        self._alt = [np.zeros((prompt.size - 1, self._alternatives), t) for t in (np.int64, np.float32)]
+
+    @cached_property
+    def logprobs_P(self) -> Array:
+        """The log-probability of each token of the prompt. Like the tables below, it is made when it is needed."""
+        return np.full(self._prompt.size, np.nan, dtype=np.float32)
+
+    @cached_property
+    def _topk(self) -> TopkLogprobs:
+        return _empty_topk(self._prompt.size, self._k)
+
+    @cached_property
+    def _alt(self) -> list[Array]:
+        return [np.zeros((self._prompt.size - 1, self._alternatives), t) for t in (np.int64, np.float32)]
 
     @property
     def rows(self) -> range:
@@ -280,7 +294,10 @@ class Sample:
 
 
 class Job:
-    """One request: its prompt and what is known of it, its samples, and how they end."""
+    """One request: its prompt and what is known of it, its samples, and how they end.
+
+    Thousands may wait. So what takes room for each sample, or for tables, is made when the job's turn has come.
+    """
 
     def __init__(
         self,
@@ -300,15 +317,23 @@ class Job:
         self.shape = Shape.of(request.sampling_params, self.prompt, config.vocab, source.tokenizer)
         self._stop = StopRule(source, request.sampling_params.stop, request.num_samples)
         self.scores = PromptScores(self.prompt, request, seed, config.vocab)
-        self.samples = [Sample(index, [], [], []) for index in range(request.num_samples)]
         self.keys = prompt_keys(namespace(source.weights, cache), self.prompt)
         self.target = target
         """The in-flight target whose weights it takes over as they change."""
         self.reused: int | None = None
         """How many tokens of the prompt were found in the cache, once that is known."""
-        self.recorder = None
-        if request.record_stability_info:
-            self.recorder = Recorder(request.num_samples, self.limit, config.vocab)
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """The samples, by index."""
+        return [Sample(index, [], [], []) for index in range(self.request.num_samples)]
+
+    @cached_property
+    def recorder(self) -> Recorder | None:
+        """What is recorded of the samples, if the request asks for it."""
+        if not self.request.record_stability_info:
+            return None
+        return Recorder(self.request.num_samples, self.limit, self.source.model.config.vocab)
 
     def commit(
         self,

@@ -33,6 +33,8 @@ MAGIC = b"TXJ2"
 SECTOR = 512
 """Bytes that a disk writes at once: after a power loss a hole of zeros is at least that long."""
 SEGMENT_BYTES = 16 << 20
+OFF_LOOP_BYTES = 64_000
+"""Bodies that are larger than this are made a record in a thread, which takes a second for each GiB."""
 FLUSHES = 16
 """Files that are flushed at the same time."""
 
@@ -212,12 +214,13 @@ class Journal:
 
     async def append(self, number: int, facts: dict[str, Any], body: bytes = b"") -> Place:
         """Add a record; it is safe when this returns where it lies."""
+        entry = Entry(number, facts, body)
+        record = await asyncio.to_thread(encode, entry) if len(body) > OFF_LOOP_BYTES else encode(entry)
         if self._is_closed:  # between the request for it and now; its directory is gone, and must not come back
             raise OSError(f"{self.directory} is closed: its run or session has ended")
         if self._file is None or self._size > SEGMENT_BYTES:
             self.rotate()
         assert self._file is not None
-        record = encode(Entry(number, facts, body))
         place = Place(Path(self._file.name), self._size, len(record))
         self._size += len(record)
         self.highest[place.segment] = max(number, self.highest.get(place.segment, number))

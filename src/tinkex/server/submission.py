@@ -101,6 +101,8 @@ async def _taken(
         if call.seed is not None:
             facts |= {"seed": call.seed, "id": promise.request_id}
         await journal.append(number, facts, call.body)
+        if call.op:  # it is on disk, and thousands may wait for their turn
+            call.body = b""
         begin()
 
     task = promise.recorded = asyncio.ensure_future(taking())
