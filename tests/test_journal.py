@@ -113,11 +113,11 @@ def test_a_segment_that_is_closed_while_its_first_write_fails_leaves_no_file_ope
 ) -> None:
     segment = journal.Segment(tmp_path / "run" / "segment-00000001.log")
 
-    def gone(path: Path) -> None:  # the run is let go at this moment, and its directory with it
+    def gone(path: Path, levels: int) -> None:  # the run is let go at this moment, and its directory with it
         segment.close()
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(journal, "sync_directory", gone)
+    monkeypatch.setattr(journal, "sync_above", gone)
     with pytest.raises(FileNotFoundError):
         segment.write([b"x"], flush=False)
     assert segment._file is not None
