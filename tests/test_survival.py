@@ -21,12 +21,13 @@ from support import Clock, pass_json, sample_json, step_json
 from tinkex.engine import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import AsgiExchange
-from tinkex.server import promises, state, submission
+from tinkex.server import commit_log, promises, state, submission
 from tinkex.server.accounts import create_key
 from tinkex.server.app import create_app
 from tinkex.server.data_dir import DataDirError
 from tinkex.server.journal import Committer, Journal
 from tinkex.server.state import Limits
+from tinkex.server.store import DATABASE
 
 POLL = Limits(poll_seconds=5)
 
@@ -80,7 +81,10 @@ async def life(data_dir: Path, engine: FakeEngine | None = None, limits: Limits 
 def killed(data_dir: Path) -> Path:
     """What is on disk at this moment, for another life to begin with."""
     target = data_dir.with_name(f"{data_dir.name}-killed")
+    record = commit_log.record_of(data_dir / DATABASE)
+    recorded = record.read_bytes()  # first: it must not be newer than the log
     shutil.copytree(data_dir, target, ignore=shutil.ignore_patterns("*-shm"))
+    (target / record.name).write_bytes(recorded)
     return target
 
 
@@ -337,7 +341,9 @@ def test_an_unload_is_not_lost(tmp_path: Path) -> None:
             unloading = await first.submit("unload_model", {"model_id": model})
             early = killed(tmp_path / "a")
             done = await first.result(unloading)
-            late = shutil.copytree(tmp_path / "a", tmp_path / "late", ignore=shutil.ignore_patterns("*-shm"))
+            late = shutil.copytree(
+                tmp_path / "a", tmp_path / "late", ignore=shutil.ignore_patterns("*-shm", "*-flushed")
+            )
         async with life(early) as second:
             assert await second.result(unloading) == done
             assert "metrics" in await second.result(last)

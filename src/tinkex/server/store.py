@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinkex.server import row_digests
+from tinkex.server import commit_log, row_digests
 from tinkex.server.data_dir import DataDirError
 from tinkex.types.training import LoraConfig
 
@@ -102,6 +101,8 @@ MIGRATIONS = (
 
 DATABASE = "tinkex.sqlite3"
 """The file of a data directory that holds its facts."""
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+"""Errors at the start that only a damaged database gives; the last one is a schema that a migration does not fit."""
 KNOWN_SAMPLERS = 10_000
 """Samplers that are remembered beside the database."""
 SEARCH_SECONDS = 5.0
@@ -185,20 +186,26 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.root = path.parent  # checkpoints are recorded relative to it, so that the directory can be moved
-        self._lock = threading.Lock()
+        self._lock = commit_log.RecordingLock(path)
         self._samplers: dict[str, Sampler] = {}
         self._uri = f"{path.resolve().as_uri()}?mode=ro"
         self.searchers = ThreadPoolExecutor(2, "tinkex-search")
         """Threads for searches: those of several owners take turns on them, and nothing else waits for them."""
+        commit_log.check(path)
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
         self._db.row_factory = sqlite3.Row
         row_digests.register(self._db)
         try:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")  # what is answered is on disk
+            self._lock.watch(self._db)
             self._migrate()
-        except UnicodeDecodeError as error:  # in the schema, or in what SQLite says of it
-            raise DataDirError(f"{DATABASE} is damaged ({error})") from None
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # in the schema, or in what SQLite says of it
+            self._db.close()
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+            if code not in DAMAGED:  # a full disk, say
+                raise
+            raise DataDirError(f"{DATABASE} is damaged ({error}); restore the directory from a backup") from None
 
     def _migrate(self) -> None:
         with self._lock:
@@ -249,6 +256,7 @@ class Store:
         """Close the database."""
         self.searchers.shutdown()
         with self._lock:
+            self._lock.close()
             self._db.close()
 
     def _insert(self, table: str, row: dict[str, Any], *, replace: bool = False) -> None:
@@ -274,6 +282,7 @@ class Store:
                 yield
             finally:
                 self._db.execute("PRAGMA synchronous=FULL")
+                self._lock.skip()
 
     def change(self, *statements: tuple[str, Sequence[Sequence[Any]]], flush: bool = True) -> None:
         """Run statements, each once for each of its rows of values; all of them or none.

@@ -1,0 +1,126 @@
+"""The database's write-ahead log is checked before SQLite opens it, which would drop a damaged end without a word."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tinkex.server import commit_log
+from tinkex.server.data_dir import DataDirError
+from tinkex.server.store import DATABASE, Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    (tmp_path / "live").mkdir()
+    store = Store(tmp_path / "live" / DATABASE)
+    for number in range(5):
+        store.add_session(f"s{number}", {})
+    yield store
+    store.close()
+
+
+def image(store: Store) -> Path:
+    """What kill -9 leaves now."""
+    target = store.root.with_name("killed")
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(store.root, target, ignore=shutil.ignore_patterns("*-shm"))
+    return target / DATABASE
+
+
+def change(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+def sessions(database: Path) -> list[str]:
+    opened = Store(database)
+    try:
+        return sorted(opened.open_sessions())
+    finally:
+        opened.close()
+
+
+def test_log_with_a_flipped_bit_is_refused(store: Store) -> None:
+    rng, size = random.Random(1), commit_log.log_of(image(store)).stat().st_size
+    for at in [3, 20, 30, size - 1, size - 4096 - 10, *(rng.randrange(size) for _ in range(20))]:
+        log = commit_log.log_of(image(store))
+        change(log, at)
+        with pytest.raises(DataDirError, match=f"{log.name} is damaged"):
+            Store(image_of(log))
+
+
+def image_of(log: Path) -> Path:
+    return log.with_name(DATABASE)
+
+
+def test_log_that_lost_its_last_commit_is_refused(store: Store) -> None:
+    database = image(store)
+    log = commit_log.log_of(database)
+    os.truncate(log, log.stat().st_size - 1)
+    with pytest.raises(DataDirError, match="is damaged"):
+        Store(database)
+
+
+def test_log_that_lost_changes_that_were_not_flushed_is_opened(store: Store) -> None:
+    flushed = commit_log.log_of(image(store)).stat().st_size
+    store.change(("UPDATE sessions SET display_name = ?", [("x",)]), flush=False)
+    assert len(store.open_sessions()) == 5  # a look at the database does not flush it
+    with pytest.raises(sqlite3.IntegrityError):  # nor does a change that is taken back
+        store.change(("INSERT INTO joins VALUES (?, 1)", [("x",), ("x",)]))
+    log = commit_log.log_of(image(store))
+    os.truncate(log, flushed)
+    assert sessions(image_of(log)) == ["s0", "s1", "s2", "s3", "s4"]
+
+
+def test_log_that_began_anew_is_checked_as_far_as_it_goes(store: Store) -> None:
+    store.rows("PRAGMA wal_checkpoint(RESTART)")
+    store.add_session("s5", {})
+    assert sessions(image(store))[-1] == "s5"
+    log = commit_log.log_of(image(store))
+    change(log, 32 + 24 + 5)
+    with pytest.raises(DataDirError, match=r"0 of .* frames are valid"):
+        Store(image_of(log))
+
+
+def test_record_of_another_log_or_a_damaged_one_says_nothing(store: Store) -> None:
+    store.rows("PRAGMA wal_checkpoint(RESTART)")
+    old = commit_log.record_of(store.root / DATABASE).read_bytes()
+    store.add_session("s5", {})
+    for data in (old, b"", b"short", bytes(commit_log.RECORD.size)):
+        database = image(store)
+        commit_log.record_of(database).write_bytes(data)
+        assert len(sessions(database)) == 6
+
+
+def test_two_connections_record_the_same_log(store: Store) -> None:
+    other = Store(store.root / DATABASE)
+    other.add_session("o1", {})
+    store.add_session("s5", {})
+    other.add_session("o2", {})
+    other.close()
+    database = image(store)
+    log = commit_log.log_of(database)
+    os.truncate(log, log.stat().st_size - 1)
+    with pytest.raises(DataDirError, match="is damaged"):
+        Store(database)
+
+
+@pytest.mark.parametrize(
+    ("at", "bit"), [(b"SQLite format 3", 4), (b"CREATE TABLE spans", 8), (b"", 8)], ids=["magic", "schema", "version"]
+)
+def test_database_that_cannot_be_opened_is_refused_by_name(tmp_path: Path, at: bytes, bit: int) -> None:
+    path = tmp_path / DATABASE
+    Store(path).close()
+    data = bytearray(path.read_bytes())
+    data[data.index(at) + 3 if at else 63] ^= bit  # the format's number is at byte 60
+    path.write_bytes(data)
+    with pytest.raises(DataDirError, match=f"{DATABASE} is damaged"):
+        Store(path).verify()
