@@ -327,7 +327,6 @@ UNSENDABLE: dict[str, Callable[[TrainingClient], Any]] = {
     "not-a-number": lambda client: client.optim_step(types.AdamParams(learning_rate=float("nan"))),
 }
 REFUSED: dict[str, Callable[[TrainingClient], Any]] = {
-    "text-for-a-number": lambda client: client.optim_step(types.AdamParams(learning_rate="1e-4")),  # type: ignore[arg-type]
     "number-for-a-name": lambda client: client.save_state(5),  # type: ignore[arg-type]
 }
 

@@ -646,7 +646,7 @@ class Datum(Wired):
         loss_fn_input_spans: ProvenanceSpans | None = None,
     ) -> None:
         if not isinstance(model_input, ModelInput):
-            model_input = _read_input(model_input)
+            model_input = read_input(model_input, "model_input")
         if loss_fn_inputs is not None and not isinstance(loss_fn_inputs, Mapping):
             raise TypeError(f"loss_fn_inputs must map names to tensors, got a {type(loss_fn_inputs).__name__}")
         for name in loss_fn_inputs or ():
@@ -775,12 +775,12 @@ def _wired_tensor(name: str, value: Any) -> TensorData:
         raise ValueError(f"loss_fn_inputs[{name!r}]: {error}") from None
 
 
-def _read_input(value: Any) -> ModelInput:
+def read_input(value: Any, name: str) -> ModelInput:
     """A model input in its JSON form; anything else is refused with what to write instead."""
     if isinstance(value, Mapping):
         return ModelInput(**value)
     how = "ModelInput.from_text(text, tokenizer=...)" if isinstance(value, str) else "ModelInput.from_ints(tokens)"
-    raise TypeError(f"model_input must be a ModelInput, got a {type(value).__name__}: use {how}")
+    raise TypeError(f"{name} must be a ModelInput, got a {type(value).__name__}: use {how}")
 
 
 def _input_tensor(name: str, value: Any) -> TensorData:

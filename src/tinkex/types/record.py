@@ -16,6 +16,8 @@ from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar, get_args,
 
 import msgspec
 
+from tinkex.types.suggestions import RecordMeta, WiredMeta, suggestion
+
 T = TypeVar("T")
 
 Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -59,7 +61,7 @@ def parse_literal(kind: Any, value: Any) -> Any:
     return next((known for known in get_args(kind) if type(known) is type(value) and known == value), None)
 
 
-class Wired:
+class Wired(metaclass=WiredMeta):
     """A type that knows its own JSON form; its constructor takes the names in `FIELDS` as keywords."""
 
     __slots__ = ()
@@ -259,7 +261,26 @@ def _may_lack(field: msgspec.structs.FieldInfo) -> bool:
 
 def to_json(value: Any) -> bytes:
     """Encode a record, a bulk value or builtins as compact JSON; non-finite floats are refused."""
-    return msgspec.json.encode(_finite(to_builtins(value)))
+    plain = to_builtins(value)
+    try:
+        return msgspec.json.encode(_finite(plain))
+    except ValueError:
+        told = _unsendable(plain)
+        if told is None:
+            raise
+        raise ValueError(f"{told}, which cannot be sent as JSON") from None
+
+
+def _unsendable(value: Any, path: str = "") -> str | None:
+    """Name the first number that JSON cannot hold, with the way to it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{path or 'a number'} is {value}"
+    items: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        items = ((f"{path}.{name}" if path else str(name), item) for name, item in value.items())
+    elif isinstance(value, list):
+        items = ((f"{path}[{index}]", item) for index, item in enumerate(value))
+    return next((told for name, item in items if (told := _unsendable(item, name)) is not None), None)
 
 
 def _finite(value: Any) -> Any:
@@ -267,7 +288,7 @@ def _finite(value: Any) -> Any:
     kind = type(value)
     if kind is float:
         if not math.isfinite(value):
-            raise ValueError("NaN and Infinity cannot be sent as JSON")
+            raise ValueError("NaN and Infinity")
     elif kind is dict:
         for item in value.values():
             if type(item) in _NESTED:
@@ -278,7 +299,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class Record(msgspec.Struct, metaclass=RecordMeta, frozen=True, kw_only=True):
     """An immutable message. Unknown keywords are refused; unknown fields of a decoded message are ignored.
 
     Example:
@@ -346,6 +367,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             >>> AdamParams(learning_rate=1e-3).model_copy(update={"learning_rate": 1e-4}).learning_rate
             0.0001
         """
+        for name in update or ():
+            if name not in self.__struct_fields__:
+                raise TypeError(suggestion(type(self).__name__, name, self.__struct_fields__))
         return msgspec.structs.replace(copy.deepcopy(self) if deep else self, **dict(update or {}))
 
     @classmethod
@@ -414,12 +438,16 @@ def number(value: Any, name: str) -> float:
 def whole(value: Any, name: str) -> int:
     """An integer of any kind, 8.0 among them, as an int; `ValueError` names the field otherwise."""
     if type(value) is int:
-        return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        found = value
+    elif isinstance(value, float) and value.is_integer():
+        found = int(value)
+    elif isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{name} must be an integer, got {type(value).__name__}")
-    return int(value)
+    else:
+        found = int(value)
+    if not -(2**63) <= found < 2**63:
+        raise ValueError(f"{name} must fit in 64 bits, got a number of {found.bit_length()} bits")
+    return found
 
 
 def check_depth(value: Any, name: str) -> None:

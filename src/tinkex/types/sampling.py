@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 
-from tinkex.types.inputs import ModelInput, token_array
-from tinkex.types.record import Int64, Record, Wired, from_builtins, number, parse_literal, whole
+from tinkex.types.inputs import ModelInput, read_input, token_array
+from tinkex.types.record import Int64, Record, Wired, from_builtins, number, parse_literal, settle, whole
 from tinkex.types.sampling_params import SamplingParams as SamplingParams
 from tinkex.types.tensors import Array, TensorData
 
@@ -46,6 +46,16 @@ class SampleRequest(Record, frozen=True, kw_only=True):
     prompt_logprobs_last_n: Int64 | None = None
     record_stability_info: bool | None = None
     type: Literal["sample"] = "sample"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt, ModelInput):
+            settle(self, "prompt", read_input(self.prompt, "prompt"))
+        if not isinstance(self.sampling_params, SamplingParams):
+            settle(self, "sampling_params", from_builtins(SamplingParams, self.sampling_params))
+        for name in ("num_samples", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+            settle(self, name, whole(getattr(self, name), name))
+        if self.prompt_logprobs_last_n is not None:
+            settle(self, "prompt_logprobs_last_n", whole(self.prompt_logprobs_last_n, "prompt_logprobs_last_n"))
 
 
 @dataclasses.dataclass(eq=False, frozen=True, slots=True)

@@ -42,6 +42,8 @@ class LoraConfig(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         settle(self, "rank", whole(self.rank, "rank"))
+        if self.seed is not None:
+            settle(self, "seed", whole(self.seed, "seed"))
 
 
 class _Open(Fixed):
@@ -168,7 +170,7 @@ class AdamParams(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if type(value := getattr(self, name)) is not float and not isinstance(value, str | bytes | bool):
+            if type(value := getattr(self, name)) is not float:
                 settle(self, name, number(value, name))
 
     def validate(self) -> Self:
@@ -184,8 +186,6 @@ class AdamParams(Record, frozen=True, kw_only=True):
             ...     print(error)
             learning_rate must be greater than 0, got -0.0001
         """
-        for name in self.__struct_fields__:
-            number(getattr(self, name), name)
         rules: dict[str, tuple[bool, str]] = {
             "learning_rate": (self.learning_rate > 0, "greater than 0"),
             "beta1": (0 <= self.beta1 < 1, "in [0, 1)"),
