@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from support import pass_json, sample_json
 from test_survival import life, played, until
+from tinkex.engine.fake import FakeEngine
 from tinkex.server.accounts import create_key
 from tinkex.server.state import Limits
 
@@ -54,5 +56,29 @@ def test_passes_count_as_unread_and_are_refused_in_band(tmp_path: Path) -> None:
             assert "read results before you ask for more" in refused["error"]
             assert "loss_fn_outputs" in await server.result(first)
             assert "loss_fn_outputs" in await server.run("forward_backward", pass_json(model, 3))
+
+    played(scenario)
+
+
+def test_results_of_open_samples_count_before_they_are_there(tmp_path: Path) -> None:
+    """Else thousands that were taken in good time would fill the memory later."""
+    engine, opened = FakeEngine(), threading.Event()
+
+    def hold(method: str, subject: str) -> None:
+        assert method != "sample_step" or opened.wait(20)
+
+    async def scenario() -> None:
+        async with life(tmp_path / "a", engine, limits=Limits(unread_bytes=400)) as server:
+            engine.fail = hold
+            wanted = {"sampling_session_id": None, "base_model": "fake", "sampling_params": {"max_tokens": 30}}
+            asked = [await server.submit("asample", sample_json("", None, **wanted)) for _ in range(2)]
+            status, answer = await server.send("asample", sample_json("", None, **wanted))
+            assert status == 429
+            assert "0 bytes of results wait to be read and those of open requests may take" in str(answer)
+            opened.set()
+            for request in asked:
+                await server.result(request)
+            assert not +server.state.meter.expected
+            await server.run("asample", sample_json("", None, **wanted))
 
     played(scenario)

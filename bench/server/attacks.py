@@ -130,7 +130,7 @@ def datum(length: int) -> dict[str, Any]:
 
 
 async def samples(attack: Attack) -> None:
-    """Requests for 1,024 long samples, thousands of them open; their results are read."""
+    """Requests for 1,024 long samples, as many as may be open; their results are read."""
     first = attack.line()
     sampler, waiting = await attack.sampler(first), asyncio.Queue[str](OPEN)
     numbers = iter(range(1, 1 << 40))
@@ -304,7 +304,11 @@ async def bodies(attack: Attack) -> None:
             number += 1
             data = {"data": [datum(500)], "loss_fn": "cross_entropy"}
             wanted = json.dumps({"model_id": model, "seq_id": number, "forward_backward_input": data})
-            await attack.ask(line, "forward_backward", wanted.encode().ljust(JSON_BYTES))
+            await attack.sure(line, "forward_backward", wanted.encode().ljust(JSON_BYTES))
+            number += 1  # a step, so that the journal can be dropped now and then
+            wanted = {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": 1e-4}}
+            receipt = await attack.sure(line, "optim_step", wanted)
+            await attack.read(line, receipt["request_id"])
 
     await asyncio.gather(bombing(), filling())
 

@@ -72,14 +72,14 @@ def check_room(state: State, op: Operation, call: Call) -> str | None:
             paused = {"queue_state": "paused_capacity", "queue_state_reason": why}
             raise Refusal(429, why, headers={"Retry-After": "1"}, fields=paused)
         return why
-    if state.meter.unread[call.owner] >= limits.unread_bytes:
-        why = (
-            f"{state.meter.unread[call.owner]} bytes of results wait to be read, and the limit unread_bytes of this "
-            f"server is {limits.unread_bytes}; read results before you ask for more"
-        )
-        if op.traffic == "sample":
-            raise Refusal(429, why, headers={"Retry-After": "1"}, fields={"queue_state_reason": why})
-        return why
+    unread, expected = state.meter.unread[call.owner], state.meter.expected[call.owner]
+    if op.traffic == "sample" and unread + expected >= limits.unread_bytes:
+        coming = f" and those of open requests may take {expected} more" if expected else ""
+        why = _unread(unread, coming, limits.unread_bytes)
+        paused = {"queue_state": "paused_capacity", "queue_state_reason": why}
+        raise Refusal(429, why, headers={"Retry-After": "1"}, fields=paused)
+    if unread >= limits.unread_bytes:
+        return _unread(unread, "", limits.unread_bytes)
     if op.name == "create_model" or (op.name == "load_weights" and call.request.model_id is None):
         live = sum(live.run.owner == call.owner for live in state.runs.values())
         if live + state.meter.creating[call.owner] >= limits.adapters:
@@ -88,6 +88,13 @@ def check_room(state: State, op: Operation, call: Call) -> str | None:
                 "unload one, or finish its session"
             )
     return None
+
+
+def _unread(unread: int, coming: str, limit: int) -> str:
+    return (
+        f"{unread} bytes of results wait to be read{coming}, and the limit unread_bytes of this server is {limit}; "
+        "read results before you ask for more"
+    )
 
 
 def _longest(request: Any) -> int:

@@ -7,7 +7,7 @@ import logging
 
 from tinkex import codec
 from tinkex.server.promises import Promise
-from tinkex.types.sampling import SampleResponse
+from tinkex.types.sampling import SampleRequest, SampleResponse
 from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
 from tinkex.types.training import ForwardBackwardOutput
 
@@ -49,6 +49,18 @@ def is_heavy(promise: Promise) -> bool:
     values = sum(sequence.length for sequence in result.sequences)
     values += sum(table.token_ids.size for table in tables if table is not None)
     return values + (0 if result.prompt_logprobs_np is None else result.prompt_logprobs_np.size) > OFF_LOOP_VALUES
+
+
+def most_of(request: SampleRequest, window: int) -> int:
+    """About how many bytes the result of a request for samples may take."""
+    try:
+        prompt = request.prompt.length
+    except ValueError:  # an image that does not say how many tokens it takes; the engine refuses it
+        prompt = 0
+    asked = request.sampling_params.max_tokens
+    tokens = max(0, request.num_samples) * max(0, min(window, window if asked is None else asked))
+    scores = prompt * (1 + max(0, request.topk_prompt_logprobs))
+    return 8 * (tokens * (1 + max(0, request.topk_sample_logprobs)) + scores)
 
 
 def encode(promise: Promise, *, as_protobuf: bool) -> codec.Body:

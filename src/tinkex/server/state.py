@@ -63,7 +63,9 @@ class Limits:
     snapshots: int = _limit(64, "Nameless samplers kept in memory; the oldest are put on disk.")
     recordings_memory_bytes: int = _limit(256 << 20, "Recordings of samples kept in memory; all are on disk.")
     recordings_disk_bytes: int = _limit(16 << 30, "Recordings of samples kept on disk; the oldest make room.")
-    unread_bytes: int = _limit(2 << 30, "Most bytes of results that may wait in memory for an owner to read them.")
+    unread_bytes: int = _limit(
+        2 << 30, "Most bytes of results that wait to be read by an owner, with those of open samples."
+    )
     announced_bytes: int = _limit(4 << 20, "Results beyond this are announced to readers before they are sent.")
     inline_bytes: int = _limit(64 << 20, "Most that one batched poll brings along.")
     poll_seconds: float = _limit(25.0, "How long a poll is held when there is no result yet.")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from tinkex.server.complaints import complain
 from tinkex.server.refusals import Refusal
-from tinkex.server.results import size_of
+from tinkex.server.results import most_of, size_of
 from tinkex.server.store import LOCAL_OWNER, Sampler, Store, user_urn
 from tinkex.types.account import (
     AuditEventType,
@@ -103,7 +103,9 @@ class Meter:
         self.open: Counter[tuple[str, str]] = Counter()
         """Operations that have been taken and have not ended, by owner and name."""
         self.unread: Counter[str] = Counter()
-        """Bytes of results that wait to be read, by owner."""
+        """Bytes of results that wait to be read, by owner …"""
+        self.expected: Counter[str] = Counter()
+        """… and the most that the samples may give which have been taken and have not ended."""
         self.creating: Counter[str] = Counter()
         """Runs on their way, by owner."""
 
@@ -210,6 +212,7 @@ class Watch:
     path: str | None
     creates: bool
     began: float
+    bound: int
     before: Any
 
     def __call__(self, promise: Promise) -> None:
@@ -223,6 +226,7 @@ class Watch:
     def _note(self, promise: Promise) -> None:
         meter, result = self.meter, promise.result
         meter.open[self.owner, self.operation] -= 1
+        meter.expected[self.owner] -= self.bound
         if waiting := size_of(result):
             meter.unread[self.owner] += waiting
             promise.on_read = functools.partial(meter.was_read, self.owner, waiting)
@@ -248,6 +252,7 @@ def watch(state: State, operation: str, call: Call, request_id: str) -> None:
     model_id = getattr(request, "model_id", None)
     live = state.runs.get(model_id) if model_id else None
     creates = operation == "create_model" or (operation == "load_weights" and model_id is None)
+    bound = most_of(request, max(state.windows.values())) if isinstance(request, SampleRequest) else 0
     promise.on_settled = Watch(
         meter,
         operation,
@@ -258,9 +263,11 @@ def watch(state: State, operation: str, call: Call, request_id: str) -> None:
         request.path if operation == "load_weights" else None,
         creates,
         time.time(),
+        bound,
         promise.on_settled,
     )
     meter.open[call.owner, operation] += 1
+    meter.expected[call.owner] += bound
     if creates:
         meter.creating[call.owner] += 1
 
