@@ -528,3 +528,50 @@ def test_checkpoints_of_different_ranks_are_not_called_alike(tmp_path: Path) -> 
     assert found["summary"]["compared"] == 0
     assert found["summary"]["relative"] is None
     assert not found["same"]
+
+
+@pytest.mark.parametrize("kind", ["", "embedding_"])
+def test_adapters_of_different_ranks_are_compared_by_their_products(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.numpy import save_file
+
+    from tinkex.cli import diff
+
+    monkeypatch.setattr(diff, "BLOCK", 7)  # several blocks of rows
+    generator = np.random.default_rng(0)
+    end = "" if kind else ".weight"
+    products = []
+    for name, rank, use_rslora in (("one", 2, False), ("two", 4, True)):
+        a = generator.standard_normal((rank, 3)).astype(np.float32)
+        b = generator.standard_normal((5, rank)).astype(np.float32)
+        (tmp_path / name).mkdir()
+        factors = {f"x.lora_{kind}A{end}": a, f"x.lora_{kind}B{end}": b}
+        save_file(factors, tmp_path / name / "adapter_model.safetensors")
+        config = {"r": rank, "lora_alpha": 8, "use_rslora": use_rslora}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+        products.append(b.astype(np.float64) @ a * (8 / (np.sqrt(rank) if use_rslora else rank)))
+    found = compare(tmp_path / "one", tmp_path / "two")
+    difference = products[0] - products[1]
+    assert found["products"] == ["x"]
+    assert found["summary"]["compared"] == 1
+    assert found["summary"]["max"] == pytest.approx(np.abs(difference).max())
+    assert found["summary"]["relative"] == pytest.approx(np.linalg.norm(difference) / np.linalg.norm(products[0]))
+    assert not found["same"]
+    assert run(["checkpoint", "diff", str(tmp_path / "one"), str(tmp_path / "two")]).exit_code == 0
+    text = capsys.readouterr().out
+    assert "compared by their products B·A: 1 modules" in text
+    assert "x (B·A)\t5x3\t" in text
+    assert "Shape of" not in text
+    assert f"Relative: {found['summary']['relative']:.3%}" in text
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of httpx, about how huggingface_hub calls it
+def test_push_warns_of_an_output_layer(server: FaultyServer, pushing: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "warning" not in run([*PUSH]).data
+    assert "--no-train-unembed" not in capsys.readouterr().err
+    config = {**CONFIG, "target_modules": ["q_proj", "lm_head"], "base_model_name_or_path": "tinkex/tiny"}
+    offer(server, PATH, packed({**FIRST, "adapter_config.json": json.dumps(config).encode()}))
+    result = run([*PUSH])
+    assert "tinkex/tiny ties to its embeddings" in result.data["warning"]
+    assert "--no-train-unembed" in capsys.readouterr().err

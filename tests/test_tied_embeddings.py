@@ -37,15 +37,17 @@ def test_a_run_may_leave_the_output_layer_alone(
     path = json.loads((place / "out" / "run.json").read_text())["sampler"]
     with RestClient(base_url=url) as rest:
         assert rest.get_weights_info_by_tinker_path(path).result(20).train_unembed is (option is None)
-    capsys.readouterr()
-    result = run(["checkpoint", "export", path, "-o", str(place / "it"), "--base-url", url])
-    assert result.exit_code == 0
-    said = capsys.readouterr().err
-    targets = json.loads((place / "it" / "adapter_config.json").read_text())["target_modules"]
-    assert ("lm_head" in targets) is (option is None)
-    assert ("--no-train-unembed" in said) is (option is None)
-    assert result.data is not None
-    assert ("warning" in result.data) is (option is None)
+    for command in ("export", "download"):
+        capsys.readouterr()
+        result = run(["checkpoint", command, path, "-o", str(place / command), "--base-url", url])
+        assert result.exit_code == 0
+        said = capsys.readouterr().err
+        (config,) = (place / command).rglob("adapter_config.json")
+        targets = json.loads(config.read_text())["target_modules"]
+        assert ("lm_head" in targets) is (option is None)
+        assert ("--no-train-unembed" in said) is (option is None)
+        assert result.data is not None
+        assert ("warning" in result.data) is (option is None)
 
 
 @pytest.mark.parametrize(("tied", "words"), [(True, "ties to its embeddings"), (False, None), (None, "If the base")])
@@ -57,10 +59,8 @@ def test_the_warning_depends_on_the_base_model(
     if tied is not None:
         (base / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
     for targets in (["q_proj", "lm_head"], ["unembed_tokens"]):
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"target_modules": targets}))
-        told = warn_of_tied(tmp_path, str(base))
+        told = warn_of_tied({"target_modules": targets}, str(base))
         assert (told is None) if words is None else words in str(told)
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"target_modules": ["q_proj"]}))
-    assert warn_of_tied(tmp_path, str(base)) is None
+    assert warn_of_tied({"target_modules": ["q_proj"]}, str(base)) is None
     assert is_tied("tinkex/tiny") is True
     assert is_tied("no/such model") is None

@@ -29,6 +29,7 @@ from tinkex import LocalBackend, RestClient, ServiceClient, configure
 from tinkex.chats import ChatFormat
 from tinkex.cli.main import cli
 from tinkex.cli.options import server_url
+from tinkex.cli.plot import plot
 from tinkex.cli.svg import chart
 from tinkex.cli.train import Pruning
 from tinkex.engine import BaseModel, EngineError
@@ -850,6 +851,29 @@ def test_a_server_elsewhere_needs_the_name_of_a_model(
 def test_a_chart_of_nothing_and_of_one_point_is_still_a_picture() -> None:
     for points in ([], [(1.0, 2.0)]):
         assert ElementTree.fromstring(chart({"loss": points}, "a < b")).tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "labels"),
+    [(1, 3, [1, 2, 3]), (1, 40, [10, 20, 30, 40]), (7, 7, [7]), (0, 1000, [0, 200, 400, 600, 800, 1000])],
+)
+def test_chart_labels_steps_where_they_are(first: int, last: int, labels: list[int]) -> None:
+    points = [(float(step), 1.0 / (step + 1)) for step in range(first, last + 1)]
+    drawn = ElementTree.fromstring(chart({"loss": points}, "title"))
+    svg = "{http://www.w3.org/2000/svg}"
+    (line,) = drawn.findall(f"{svg}polyline")
+    places = [place.split(",")[0] for place in line.get("points", "").split()]
+    at_axis = [text for text in drawn.findall(f"{svg}text") if text.get("text-anchor") == "middle"][1:]
+    assert [text.text for text in at_axis] == [str(label) for label in labels]
+    assert [text.get("x") for text in at_axis] == [places[label - first] for label in labels]
+
+
+def test_plot_names_the_steps_at_its_ends() -> None:
+    assert plot([3.0, 2.0, 1.0], width=20, height=2, ends=("step 5", 40)).splitlines()[-1].split() == [
+        "step",
+        "5",
+        "40",
+    ]
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +54,8 @@ class Pushed:
     repo_id: str
     revision: str
     public: bool
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The adapter's `adapter_config.json`, as it was uploaded."""
 
 
 def push_checkpoint_adapter(rest_client: RestClient, tinker_path: str, **options: Any) -> Pushed:
@@ -147,7 +149,7 @@ async def push_checkpoint_adapter_async(
         except DownloadError as error:
             raise HubError(error.message) from error
         directory = fetched.destination
-        await asyncio.to_thread(_prepare, directory, info)
+        config = await asyncio.to_thread(_prepare, directory, info)
         repo, branch = _destination(repo_id, revision, info.base_model, parsed)
         if add_model_card and not (directory / CARD).exists():
             (directory / CARD).write_text(model_card(repo, tinker_path, info), encoding="utf-8")
@@ -161,7 +163,7 @@ async def push_checkpoint_adapter_async(
         if uploading is not None:
             uploading()
         found = await asyncio.to_thread(hub.push, upload)
-    return Pushed(found, branch, public)
+    return Pushed(found, branch, public, config)
 
 
 @contextlib.contextmanager
@@ -351,8 +353,8 @@ def _status(error: BaseException) -> int | None:
 # ── the files ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _prepare(directory: Path, info: WeightsInfoResponse) -> None:
-    """Check that an adapter is whole, and have it name its base model."""
+def _prepare(directory: Path, info: WeightsInfoResponse) -> dict[str, Any]:
+    """Check that an adapter is whole, and have it name its base model; return its configuration."""
     if not (directory / CONFIG).is_file():
         raise HubError(f"the checkpoint has no {CONFIG}: it is no adapter")
     if not any((directory / name).is_file() for name in WEIGHTS):
@@ -366,6 +368,7 @@ def _prepare(directory: Path, info: WeightsInfoResponse) -> None:
     if not isinstance(config.get("base_model_name_or_path"), str) or not config["base_model_name_or_path"]:
         config["base_model_name_or_path"] = info.base_model or "unknown"
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return config
 
 
 def _destination(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from tinkex.cli.results import CommandError, Outcome
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    Sides = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -36,6 +39,10 @@ DTYPES = {
     "U8": "u1",
     "BOOL": "?",
 }
+FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>(?:embedding_)?)(?P<side>[AB])(?P<end>(?:\.weight)?)")
+"""The name of one factor of an adapter, as PEFT has it."""
+BLOCK = 1 << 22
+"""Numbers of a product that are compared at a time."""
 COLUMNS = (
     Column("Tensor", folds=True),
     Column("Shape"),
@@ -103,7 +110,13 @@ def compare(first: Path, second: Path, *, optimizer: bool = False) -> dict[str, 
     tensors = [read_tensors(first, optimizer=optimizer), read_tensors(second, optimizer=optimizer)]
     common = [name for name in tensors[0] if name in tensors[1]]
     alike = [name for name in common if tensors[0][name].shape == tensors[1][name].shape]
-    compared = [_compare(name, tensors[0][name], tensors[1][name]) for name in alike]
+    compared = [
+        _compare(name, tensors[0][name].shape, [(tensors[0][name].read(), tensors[1][name].read())]) for name in alike
+    ]
+    pairs = _pairs(*tensors)
+    for module, names in pairs.items():
+        shape = (tensors[0][names[1]].shape[0], tensors[0][names[0]].shape[1])
+        compared.append(_compare(f"{module} (B·A)", shape, _products(names, tensors, configs)))
     norm = math.sqrt(sum(entry["norm"] ** 2 for entry in compared))
     whole = math.sqrt(sum(entry.pop("first_norm") ** 2 for entry in compared))
     data: dict[str, Any] = {
@@ -115,13 +128,14 @@ def compare(first: Path, second: Path, *, optimizer: bool = False) -> dict[str, 
         "only_in_first": [name for name in tensors[0] if name not in tensors[1]],
         "only_in_second": [name for name in tensors[1] if name not in tensors[0]],
         "shapes": {name: [list(side[name].shape) for side in tensors] for name in common if name not in set(alike)},
+        "products": sorted(pairs),
         "tensors": sorted(compared, key=_most_different),
         "summary": {
             "compared": len(compared),
             "different": sum(entry["max"] != 0 for entry in compared),
             "max": _largest([entry["max"] for entry in compared]),
             "norm": norm,
-            "relative": _ratio(norm, whole) if compared else None,  # of other ranks nothing can be compared
+            "relative": _ratio(norm, whole) if compared else None,
         },
     }
     data["same"] = (
@@ -141,21 +155,68 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _compare(name: str, first: Tensor, second: Tensor) -> dict[str, Any]:
+def _compare(name: str, shape: Sequence[int], blocks: Iterable[Sides]) -> dict[str, Any]:
+    """Compare the numbers of a tensor, which come block by block from both sides."""
     import numpy as np
 
-    ours, theirs = first.read(), second.read()
-    with np.errstate(invalid="ignore"):  # infinities that are equal
-        difference = np.where(ours == theirs, 0.0, ours - theirs)
-    norm, whole = float(np.linalg.norm(difference)), float(np.linalg.norm(ours))
+    largest = norm = whole = 0.0
+    for ours, theirs in blocks:
+        with np.errstate(invalid="ignore"):  # infinities that are equal
+            difference = np.where(ours == theirs, 0.0, ours - theirs)
+        largest = _largest([largest, float(np.abs(difference).max(initial=0.0))])
+        norm = math.hypot(norm, float(np.linalg.norm(difference)))
+        whole = math.hypot(whole, float(np.linalg.norm(ours)))
     return {
         "name": name,
-        "shape": list(first.shape),
-        "max": float(np.abs(difference).max(initial=0.0)),
+        "shape": list(shape),
+        "max": largest,
         "norm": norm,
         "relative": _ratio(norm, whole),
         "first_norm": whole,
     }
+
+
+# ── adapters of different ranks ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _pairs(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
+    """The names of A and B, by module, where both sides have them and only the ranks differ."""
+    found = {}
+    for name in first:
+        match = FACTOR.fullmatch(name)
+        if match is None or match["side"] != "A":
+            continue
+        names = (name, f"{match['module']}.lora_{match['kind']}B{match['end']}")
+        if any(len(side[factor].shape) != 2 for side in (first, second) for factor in names if factor in side):
+            continue
+        if all(factor in side for side in (first, second) for factor in names):
+            (a, b), (other_a, other_b) = ([side[factor].shape for factor in names] for side in (first, second))
+            fits = a[0] == b[1] and other_a[0] == other_b[1]
+            if fits and a[0] != other_a[0] and (b[0], a[1]) == (other_b[0], other_a[1]):
+                found[match["module"]] = names
+    return found
+
+
+def _products(
+    names: tuple[str, str], sides: Sequence[Mapping[str, Tensor]], configs: Sequence[Mapping[str, Any]]
+) -> Iterator[Sides]:
+    """The scaled products of B and A on both sides, some rows at a time: a whole one may not fit into memory."""
+    factors = []
+    for side, config in zip(sides, configs, strict=True):
+        a, b = (side[name].read().reshape(side[name].shape) for name in names)
+        factors.append((a, b * _scale(config, a.shape[0])))
+    (a, b), (other_a, other_b) = factors
+    rows = max(1, BLOCK // max(a.shape[1], 1))
+    for start in range(0, b.shape[0], rows):
+        yield b[start : start + rows] @ a, other_b[start : start + rows] @ other_a
+
+
+def _scale(config: Mapping[str, Any], rank: int) -> float:
+    """The factor of an adapter's product: alpha over the rank, or over its root; 1 where nothing is said."""
+    alpha = config.get("lora_alpha")
+    if not isinstance(alpha, int | float) or not rank:
+        return 1.0
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _ratio(norm: float, whole: float) -> float | None:
@@ -188,7 +249,8 @@ def diff(
     """What differs between two checkpoints: settings, tensors that only one has, and how far the others are apart.
 
     Each is a tinker:// path, which is downloaded for the purpose, or a directory. The relative difference is the norm
-    of the difference over the norm of the first.
+    of the difference over the norm of the first. Adapters of different ranks are compared by what they add to the
+    weights: the scaled products B·A.
     """
     import tempfile
 
@@ -228,7 +290,11 @@ def _print(data: Mapping[str, Any], limit: int) -> None:
     for side, label in (("only_in_first", "first"), ("only_in_second", "second")):
         for name in data[side]:
             click.echo(f"Only in the {label}: {name}")
+    if data["products"]:
+        click.echo(f"Of different ranks, compared by their products B·A: {len(data['products'])} modules")
     for name, (ours, theirs) in data["shapes"].items():
+        if (match := FACTOR.fullmatch(name)) is not None and match["module"] in data["products"]:
+            continue
         click.echo(f"Shape of {name}: {ours} -> {theirs}")
     different = [entry for entry in data["tensors"] if entry["max"] != 0]
     shown = different[:limit] if limit else different

@@ -165,13 +165,11 @@ def _result(command: str, returned: Any) -> Result:
 
 
 def _show(error: click.ClickException) -> None:
-    """Print an error; after a word that no command knows, the help comes first, so that the error stays in sight."""
+    """Print an error; after a usage error, one line that points to the help of its command."""
+    click.echo(f"Error: {RANGE.sub(_kind_of_number, error.format_message())}", err=True)
     context = getattr(error, "ctx", None)
     if isinstance(error, click.UsageError) and context is not None:
-        unknown = type(error) is not click.UsageError or "unexpected extra argument" in error.message
-        click.echo(context.get_help() if unknown else context.get_usage(), err=True)
-        click.echo(err=True)
-    click.echo(f"Error: {RANGE.sub(_kind_of_number, error.format_message())}", err=True)
+        click.echo(f"Try `{context.command_path} --help`.", err=True)
 
 
 def _kind_of_number(found: re.Match[str]) -> str:

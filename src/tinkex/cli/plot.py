@@ -8,8 +8,12 @@ BLANK = 0x2800
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
-def plot(values: Sequence[float], *, width: int = 60, height: int = 8, label: str = "") -> str:
+def plot(
+    values: Sequence[float], *, width: int = 60, height: int = 8, label: str = "", ends: Sequence[object] = ()
+) -> str:
     """Draw values from left to right; the axis on the left shows the largest and the smallest.
+
+    `ends` are the names of the first and the last value, below the line.
 
     Example:
         >>> print(plot([1, 2, 3], width=4, height=2, label="loss"))
@@ -17,6 +21,11 @@ def plot(values: Sequence[float], *, width: int = 60, height: int = 8, label: st
         3 │⠀⠀⣠⠞
         1 │⣠⠞⠁
           └────
+        >>> print(plot([1, 2, 3], width=4, height=2, ends=(5, 7)))
+        3 │⠀⠀⣠⠞
+        1 │⣠⠞⠁
+          └────
+           5  7
     """
     if not values:
         return ""
@@ -40,4 +49,7 @@ def plot(values: Sequence[float], *, width: int = 60, height: int = 8, label: st
         f"{text:>{margin}} │{''.join(map(chr, row)).rstrip(chr(BLANK))}" for text, row in zip(axis, cells, strict=True)
     ]
     lines.append(f"{'':>{margin}} └{'─' * width}")
+    if ends:
+        first, last = map(str, ends)
+        lines.append(f"{'':>{margin}}  {first}{last:>{max(width - len(first), len(last) + 1)}}")
     return "\n".join([f"{'':>{margin}}  {label}", *lines] if label else lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
@@ -33,12 +34,15 @@ def chart(lines: Mapping[str, Sequence[tuple[float, float]]], title: str, x_labe
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>',
     ]
     for tick in range(TICKS + 1):
-        x, y = left + (right - left) * tick / TICKS, low + (high - low) * tick / TICKS
+        y = low + (high - low) * tick / TICKS
         parts += [
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}" stroke="#ddd"/>',
             f'<text x="{LEFT - 6}" y="{y_of(y) + 4:.1f}" text-anchor="end">{y:.3g}</text>',
-            f'<text x="{x_of(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:.0f}</text>',
         ]
+    parts += [
+        f'<text x="{x_of(step):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{step}</text>'
+        for step in steps(left, right)
+    ]
     for index, (name, points) in enumerate(drawn.items()):
         colour = COLOURS[index % len(COLOURS)]
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
@@ -48,3 +52,21 @@ def chart(lines: Mapping[str, Sequence[tuple[float, float]]], title: str, x_labe
         label = WIDTH - RIGHT - 110 * (len(drawn) - index)
         parts.append(f'<text x="{label}" y="22" fill="{colour}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>\n"])
+
+
+def steps(left: float, right: float) -> list[int]:
+    """Whole numbers to label an axis of steps with: evenly apart, each within its ends.
+
+    Example:
+        >>> steps(1, 3), steps(1, 40)
+        ([1, 2, 3], [10, 20, 30, 40])
+    """
+    apart, factors = 1, (2, 5, 10)
+    while (right - left) / apart > TICKS:
+        apart = next(size for factor in factors if (size := _unit(apart) * factor) > apart)
+    return list(range(math.ceil(left / apart) * apart, math.floor(right) + 1, apart))
+
+
+def _unit(size: int) -> int:
+    """The power of ten at or below a size."""
+    return int(10 ** (len(str(size)) - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,19 @@ ADVICE = (
 )
 
 
-def warn_of_tied(directory: Path, base_model: str) -> str | None:
-    """Warn if the adapter that lies here changes an output layer that is, or may be, tied; what was said."""
-    settings = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+def warn_of_files(directory: Path) -> str | None:
+    """Warn as `warn_of_tied` does, of an adapter's files; of other files nothing is said."""
+    try:
+        settings = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(settings, dict):
+        return None
+    return warn_of_tied(settings, str(settings.get("base_model_name_or_path") or ""))
+
+
+def warn_of_tied(settings: Mapping[str, Any], base_model: str) -> str | None:
+    """Warn if an adapter with these settings changes an output layer that is, or may be, tied; what was said."""
     targets = settings.get("target_modules")
     if not isinstance(targets, list) or not OUTPUT_LAYERS & {str(target).rpartition(".")[2] for target in targets}:
         return None
@@ -46,6 +57,8 @@ def is_tied(base_model: str) -> bool | None:
 
 def _config(base_model: str) -> dict[str, Any] | None:
     """The configuration of a base model that is on this machine."""
+    if not base_model:
+        return None
     from tinkex.tokenizers import BUNDLED
 
     places = [BUNDLED.get(base_model, Path(base_model)) / "config.json"]

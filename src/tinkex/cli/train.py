@@ -653,10 +653,12 @@ class Command:
             click.echo(json.dumps(summary))
             return
         shown = plain_console()
-        losses = [record["loss"] for record in self.folder.metrics() if "loss" in record]
+        points = [(record["step"], record["loss"]) for record in self.folder.metrics() if "loss" in record]
+        losses = [loss for _, loss in points]
         if len(losses) >= 5:
             width = max(10, min(60, shown.width - 12))
-            shown.print(plot(losses, width=width, label="loss per token"), no_wrap=True)
+            ends = (f"step {points[0][0]}", points[-1][0])
+            shown.print(plot(losses, width=width, label="loss per token", ends=ends), no_wrap=True)
         said = [f"{summary['status']}: {summary['steps']} of {_count(summary['of_steps'], 'step')}"]
         said.append(f"{summary['tokens']:,} tokens in {summary['seconds']:.1f} s")
         if losses:

@@ -17,7 +17,7 @@ from tinkex.cli.options import Connection, connecting, formatted, path_argument,
 from tinkex.cli.output import print_json, size
 from tinkex.cli.progress import Meter, Transfer, transfer
 from tinkex.cli.results import CommandError, Outcome, reason_of
-from tinkex.cli.tied import warn_of_tied
+from tinkex.cli.tied import warn_of_files, warn_of_tied
 
 if TYPE_CHECKING:
     from tinkex.downloads import Downloaded
@@ -81,6 +81,8 @@ def download(path: str, output: Path | None, force: bool, as_json: bool, connect
     with connection.rest() as rest:
         done = fetch(rest, path, output, force=force)
     data = {"path": path, "destination": str(done.destination)}
+    if (warning := warn_of_files(done.destination)) is not None:
+        data["warning"] = warning
     if as_json:
         print_json(data)
     else:
@@ -121,7 +123,7 @@ def export(
         fetched = fetch(rest, path, scratch, force=True, keep_archive=True).destination
         named = base_model or wait(rest.get_weights_info_by_tinker_path(path)).base_model
         files = _prepare(fetched, path, named)
-        warning = warn_of_tied(fetched, named)
+        warning = warn_of_files(fetched)
         with transfer(f"Writing {output.name}") as meter:
             _replace(pack(fetched, files, scratch / "made", meter), output)
     written = sum((output / file).stat().st_size for file in files) if output.is_dir() else output.stat().st_size
@@ -329,6 +331,8 @@ def push_hf(
         "revision": pushed.revision,
         "public": pushed.public,
     }
+    if (warning := warn_of_tied(pushed.config, pushed.config["base_model_name_or_path"])) is not None:
+        data["warning"] = warning
     if as_json:
         print_json(data)
     else:
