@@ -148,7 +148,9 @@ def is_failure(answer: Any) -> bool:
 
 def judged(image: Path, flipped: Path, owners: dict[str, Owner], expected: dict[str, Any]) -> str:
     """Tell in one word how a flip ended; "silent" and what follows is what must not be."""
-    names = {flipped.name} if flipped.parent == image else {flipped.name, flipped.parent.name}
+    names = {flipped.name}
+    if flipped.parent != image and flipped.relative_to(image).parts[0] != "recordings":
+        names.add(flipped.parent.name)
     try:
         found, said = observe(image, owners)
     except (DataDirError, sqlite3.Error) as error:

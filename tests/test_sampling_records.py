@@ -443,3 +443,24 @@ def test_sample_that_is_drawn_again_differently_fails(tmp_path: Path) -> None:
         assert_same(await found(records, "s:sample:0:0:0"), recording(0))
 
     with_records(tmp_path, use, again)
+
+
+@pytest.mark.parametrize(
+    ("at", "lost"), [(2, 2), (journal.HEADER.size + 30, 1), (-1, 0)], ids=["head", "facts", "body"]
+)
+def test_damaged_recording_is_reported_with_its_file(
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int, lost: int
+) -> None:
+    wire = serve()
+    session = wire.session()
+    model, sampler = wire.model(session), sampler_of(wire, session)
+    samples = [drawn(wire, sampler, number)[0] for number in range(2)]
+    (segment,) = (tmp_path / "recordings").glob("*/segment-*.log")
+    wire = serve()
+    data = bytearray(segment.read_bytes())
+    data[at] ^= 4
+    segment.write_bytes(data)
+    outcomes = [trained(wire, model, number, datum(sample)) for number, sample in enumerate(samples, 1)]
+    fails = ["error" in outcome for outcome in outcomes]
+    assert fails == ([True] * lost + [False] * (2 - lost) if lost else [False, True])
+    assert f"{segment} is damaged" in caplog.text

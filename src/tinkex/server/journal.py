@@ -305,7 +305,7 @@ def read_records(path: Path, data: bytes, *, may_be_torn: bool = True) -> Iterat
     while start < len(data):
         found = _record(data, start)
         if found is None:
-            if may_be_torn and _is_torn(data, start):
+            if may_be_torn and is_torn(data, start):
                 return
             raise DamagedJournalError(
                 f"{path} is damaged: the record at byte {start} of {len(data)} has a wrong checksum"
@@ -352,7 +352,7 @@ def _record(data: bytes, start: int) -> tuple[Entry, int] | None:
     return Entry(number, json.loads(facts), body), end
 
 
-def _is_torn(data: bytes, start: int) -> bool:
+def is_torn(data: bytes, start: int) -> bool:
     """Tell a record that was not written to its end from one that was damaged later.
 
     A torn record is the last one. Either the file ends within it, or the disk had made the file

@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import time
+import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tinkex.engine import EngineError, Recording
-from tinkex.server.journal import HEADER, Journal, Place, read_record, record_sizes
+from tinkex.server.journal import HEADER, Journal, Place, is_torn, read_record, record_sizes
 from tinkex.types.tensors import Array
 
 logger = logging.getLogger("tinkex.server")
@@ -144,6 +145,7 @@ class SamplingRecords:
 
     async def _append(self, session: _Session, now: float, facts: dict[str, Any], body: bytes = b"") -> Place:
         try:
+            facts["checksum"] = _checksum(facts)
             place = await self._journal(session.directory).append(int(now * 1e9), facts, body)
         except OSError as error:
             raise EngineError(f"the recording of a sample cannot be put on disk: {error}", "server") from None
@@ -390,7 +392,8 @@ def _read(kept: _Kept, request_id: str) -> tuple[Recording, ...]:
                 entry = read_record(head + file.read(sum(sizes)))
                 if entry is not None and entry.facts.get("id") == request_id:
                     return tuple(_unpack(kept, entry.body))
-    raise EngineError(f"the recording of {request_id!r} cannot be read from disk", "server")
+    logger.error("%s is damaged: the recording of %s cannot be read", kept.segment, request_id)
+    raise EngineError(f"the recording of {request_id!r} is damaged on disk: sample again, or train without it")
 
 
 def _offsets(kept: _Kept, request_id: str) -> Iterator[int]:
@@ -405,18 +408,36 @@ def _scan_segment(segment: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
     A body is checked when it is read; what was torn at the end of a segment was never acknowledged.
     """
     whole, start = segment.stat().st_size, 0
+    damage = f"{segment} is damaged at byte %d: the recording there cannot be trained on%s"
     with segment.open("rb") as file:
         while start + HEADER.size <= whole:
             sizes = record_sizes(file.read(HEADER.size))
             if sizes is None or start + (size := HEADER.size + sum(sizes)) > whole:
+                file.seek(start)
+                if not is_torn(file.read(), 0):
+                    logger.error(damage, start, ", nor those behind it")
                 return
-            try:
-                facts = json.loads(file.read(sizes[0]))
-            except ValueError:
-                return
-            yield Place(segment, start, size), facts
+            facts = _checked(file.read(sizes[0]))
+            if facts is None:
+                logger.error(damage, start, "")
+            else:
+                yield Place(segment, start, size), facts
             start += size
             file.seek(start)
+
+
+def _checksum(facts: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(facts).encode())
+
+
+def _checked(data: bytes) -> dict[str, Any] | None:
+    """Return the facts of a record, or None if they are damaged; they have a checksum without the body."""
+    try:
+        facts: dict[str, Any] = json.loads(data)
+        checksum = facts.pop("checksum")
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return facts if checksum == _checksum(facts) else None
 
 
 def _scan(directory: Path) -> list[tuple[Place, dict[str, Any]]]:
