@@ -261,6 +261,18 @@ def test_signing_key_that_is_not_whole_is_refused(tmp_path: Path, store: Store, 
     assert (tmp_path / SECRET_FILE).read_bytes() == left
 
 
+def test_signing_key_with_a_flipped_bit_is_refused(tmp_path: Path, store: Store) -> None:
+    signed = Accounts(store, tmp_path).sign("a")
+    assert Accounts(store, tmp_path).sign("a") == signed
+    secret = bytearray((tmp_path / SECRET_FILE).read_bytes())
+    secret[5] ^= 1
+    (tmp_path / SECRET_FILE).write_bytes(secret)
+    with pytest.raises(DataDirError, match=SECRET_FILE):
+        Accounts(store, tmp_path)
+    (tmp_path / SECRET_FILE).unlink()
+    assert Accounts(store, tmp_path).sign("a") != signed
+
+
 def test_server_that_lost_its_keys_stays_closed(serve: Serve, store: Store) -> None:
     create_key(store, "first")
     store.rows("DELETE FROM keys")  # as after a power loss that took the database's log

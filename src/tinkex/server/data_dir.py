@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import secrets
@@ -15,6 +16,8 @@ logger = logging.getLogger("tinkex.server")
 LOCK_FILE = "lock"
 SECRET_FILE = "signing.key"
 SECRET_BYTES = 32
+SECRET_DIGEST = "signing.key.sha256"
+"""The file with the digest of the secret: one that is damaged would end every token without a word."""
 KEYED_FILE = "keyed"
 """Exists once a key has been made: from then on the server never opens without one."""
 SET_ASIDE = "set-aside"
@@ -103,15 +106,24 @@ def signing_secret(data_dir: Path) -> bytes:
         DataDirError: The file does not hold a whole secret. With a short one anybody could sign.
     """
     path = data_dir / SECRET_FILE
+    digest = data_dir / SECRET_DIGEST
     if not path.exists():
-        secret = secrets.token_bytes(SECRET_BYTES)
-        write_durably(path, secret)
+        digest.unlink(missing_ok=True)
+        write_durably(path, secrets.token_bytes(SECRET_BYTES))
     found = path.read_bytes()
     if len(found) != SECRET_BYTES or not any(found):
         wrong = "only zeros" if found and not any(found) else f"{len(found)} bytes"
         raise DataDirError(
             f"{path} holds {wrong} instead of a secret of {SECRET_BYTES} bytes; put the file back "
             "from a backup, or delete it: a new one is made, and tokens signed with the old one end"
+        )
+    computed = hashlib.sha256(found).hexdigest().encode()
+    if not digest.exists():
+        write_durably(digest, computed)
+    if digest.read_bytes() != computed:
+        raise DataDirError(
+            f"{path} does not have the digest in {digest.name}: one of them is damaged; put both back "
+            f"from a backup, or delete {path.name}: a new one is made, and tokens signed with the old one end"
         )
     return found
 
