@@ -35,6 +35,7 @@ JUDGED_BY_HANDLERS = SHOWN_TO_OTHERS | {
     "cancel_future",
 }
 """Operations whose handlers check the owner, so that they answer alike for what is another's and what is not there."""
+PASSES = ("forward_backward", "forward")
 UNLIMITED = {"unload_model"}
 """What makes room is never refused for want of it."""
 
@@ -80,6 +81,11 @@ def check_room(state: State, op: Operation, call: Call) -> str | None:
         raise Refusal(429, why, headers={"Retry-After": "1"}, fields=paused)
     if unread >= limits.unread_bytes:
         return _unread(unread, "", limits.unread_bytes)
+    if op.name in PASSES and (held := _journalled(state, call.request.model_id)) >= limits.journal_bytes:
+        return (
+            f"the requests of this run since its last state take {held} bytes on disk, and the limit journal_bytes of "
+            f"this server is {limits.journal_bytes}; take an optimizer step, or load a state"
+        )
     if op.name == "create_model" or (op.name == "load_weights" and call.request.model_id is None):
         live = sum(live.run.owner == call.owner for live in state.runs.values())
         if live + state.meter.creating[call.owner] >= limits.adapters:
@@ -88,6 +94,10 @@ def check_room(state: State, op: Operation, call: Call) -> str | None:
                 "unload one, or finish its session"
             )
     return None
+
+
+def _journalled(state: State, model_id: str) -> int:
+    return state.journal(state.run_directory(model_id)).held_bytes if model_id in state.runs else 0
 
 
 def _unread(unread: int, coming: str, limit: int) -> str:

@@ -206,6 +206,12 @@ class Journal:
         self._is_closed = False
         self.highest: dict[Path, int] = {}
         """The highest number in each segment: what can be dropped when everything up to a number can."""
+        self._sizes: dict[Path, int] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all segments that have not been dropped."""
+        return sum(list(self._sizes.values()))  # the worker asks as well
 
     @property
     def current(self) -> Path | None:
@@ -223,6 +229,7 @@ class Journal:
         assert self._file is not None
         place = Place(Path(self._file.name), self._size, len(record))
         self._size += len(record)
+        self._sizes[place.segment] = self._size
         self.highest[place.segment] = max(number, self.highest.get(place.segment, number))
         await self._committer.write(self._file, record)
         return place
@@ -260,6 +267,7 @@ class Journal:
                 entries.append(entry)
                 end = after
                 self.highest[path] = max(entry.number, self.highest.get(path, entry.number))
+            self._sizes[path] = end
             if end < len(data):
                 torn[path] = end
         for path, end in torn.items():  # not before all segments have been found sound
@@ -275,6 +283,7 @@ class Journal:
             if highest <= number and path != current:
                 path.unlink(missing_ok=True)
                 del self.highest[path]
+                self._sizes.pop(path, None)
 
     def close(self) -> None:
         """Let go of the file; nothing more can be added."""

@@ -72,6 +72,7 @@ class Limits:
     quiet_seconds: float = _limit(10.0, "How long a stream says nothing before it says that it waits.")
     gap_seconds: float = _limit(3600.0, "How long a missing request holds up those after it.")
     gap_bytes: int = _limit(256 << 20, "Most bytes of a run's requests that wait for a missing one.")
+    journal_bytes: int = _limit(16 << 30, "Most bytes of a run's requests on disk since its last state.")
     connections: int = _limit(4096, "Most connections at a time, as far as the system allows as many open files.")
     connections_per_address: int = _limit(2048, "Most connections from one address; a proxy is one.")
     header_seconds: float = _limit(20.0, "How long a connection may take to send the header of a request.")

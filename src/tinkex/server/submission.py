@@ -265,12 +265,15 @@ def _work(state: State, live: LiveRun, number: int, call: Call, work: Callable[[
         live.is_between_steps = True
     if call.op == "load_weights":
         write_state(state, live, number)
-    elif call.op == "optim_step" and _is_overdue(live) and not state.writing.locked():
+    elif call.op == "optim_step" and _is_overdue(state, live) and not state.writing.locked():
         freeze_state(state, live, number)
     return result
 
 
-def _is_overdue(live: LiveRun) -> bool:
+def _is_overdue(state: State, live: LiveRun) -> bool:
+    held = state.journal(state.run_directory(live.run.model_id)).held_bytes
+    if held >= state.limits.journal_bytes // 2 and live.state_rest != math.inf:
+        return True
     waited = time.monotonic() - live.state_time
     return waited >= live.state_rest and (live.since_state >= STATE_OPERATIONS or waited >= STATE_SECONDS)
 
