@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ GROWTH, SLACK_MB = 1.1, 64.0
 DISK_SECONDS = 3.0
 LATE = {"samples": 0.2}
 """Kinds that begin after a part of the time: others of the same owner would wait behind them."""
+WATCHED = {"begun": signal.SIGUSR1, "ended": signal.SIGUSR2}
 OWNERS = ("hostile", "neighbour")
 
 
@@ -140,6 +142,8 @@ def _carry_out(
             for said in _said(neighbour.stdout):
                 if "mark" in said:
                     told.marks[said["mark"]] = said["at"]
+                if args.watch and said.get("mark") in WATCHED:
+                    os.kill(gauge.pid, WATCHED[said["mark"]])
                 if said.get("mark") == "alone":
                     for kind in kinds:
                         late = args.seconds * LATE.get(kind, 0) if len(kinds) > 1 else 0

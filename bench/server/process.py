@@ -47,6 +47,7 @@ class Gauge(threading.Thread):
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
+        self.pid = pid
         self.process = Path("/proc", str(pid))
         self.main = self.process / "task" / str(pid)
         self.readings: list[Reading] = []

@@ -98,12 +98,13 @@ def guarded(doors: Doors) -> Protocol:
         _waiting: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            address = self.client[0] if self.client else ""
+            peer = transport.get_extra_info("peername")
+            address = str(peer[0]) if isinstance(peer, tuple) and peer else ""
             entered = doors.enter(address)
-            if entered is None:
+            if entered is None:  # a crowd costs little, for nothing else is made for it
                 transport.abort()
                 return
+            super().connection_made(transport)
             self._address, self._is_reserved = address, not entered
             if self._is_reserved:
                 app: Any = self.app
@@ -112,9 +113,10 @@ def guarded(doors: Doors) -> Protocol:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
-            if self._address is not None:
-                doors.leave(self._address, was_reserved=self._is_reserved)
-                self._address = None
+            if self._address is None:  # it was refused
+                return
+            doors.leave(self._address, was_reserved=self._is_reserved)
+            self._address = None
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
