@@ -195,7 +195,7 @@ def test_flipped_bit_never_gives_another_number_silently(
         copy = tmp_path / "unflipped"
         shutil.copytree(image, copy)
         expected[image], _ = observe(copy, owners)
-        shutil.rmtree(copy)
+        shutil.rmtree(copy, ignore_errors=True)
         failures = {name: answer for name, answer in expected[image].items() if is_failure(answer)}
         assert not failures, failures
         assert len(expected[image]) > 40
@@ -210,14 +210,14 @@ def test_flipped_bit_never_gives_another_number_silently(
         at, bit = flip(flipped, rng)
         try:
             end = judged(copy, flipped, owners, expected[image])
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             end = f"silent: {error!r}"
         if end.startswith("silent"):
             silent.append(f"{image.name}/{path.relative_to(image)}, byte {at}, bit {bit}: {end}")
             with capsys.disabled():
                 print(silent[-1][:1500], flush=True)
         ends[end.partition(" ")[0].strip(":")] += 1
-        shutil.rmtree(copy)
+        shutil.rmtree(copy, ignore_errors=True)
     with capsys.disabled():
         print(f"\nbit flips: {dict(ends)} of {count} in {len(files)} files, CRASH_SEED={seed}", flush=True)
     assert not silent, f"CRASH_SEED={seed}\n" + "\n".join(silent)

@@ -120,7 +120,11 @@ def signing_secret(data_dir: Path) -> bytes:
     computed = hashlib.sha256(found).hexdigest().encode()
     if not digest.exists():
         write_durably(digest, computed)
-    if digest.read_bytes() != computed:
+    try:
+        is_known = digest.read_bytes() == computed
+    except FileNotFoundError:  # another process has just made the secret, and begins with its digest anew
+        is_known = True
+    if not is_known:
         raise DataDirError(
             f"{path} does not have the digest in {digest.name}: one of them is damaged; put both back "
             f"from a backup, or delete {path.name}: a new one is made, and tokens signed with the old one end"
