@@ -19,6 +19,7 @@ import tinkex
 from faulty import Answer, FaultyServer, faulty_server
 from tinkex.cli import doctor, run
 from tinkex.cli.doctor import Finding
+from tinkex.server.data_dir import Lock
 
 
 @pytest.fixture(autouse=True)
@@ -165,6 +166,42 @@ def test_little_memory_and_little_room_are_warnings(
     code, found = examine(capsys)
     assert code == 0
     assert found["memory"]["status"] == found["disk"]["status"] == "warning"
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("obstacle", ["file", "file-above", "lock"])
+def test_unusable_data_directory_is_told(
+    obstacle: str,
+    local: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    faulty: FaultyServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place, lock = tmp_path / "data", None
+    if obstacle == "lock":
+        place.mkdir()
+        lock = Lock(place, shared=False)
+    else:
+        place.write_text("not a directory")
+    monkeypatch.setenv("TINKEX_DATA_DIR", str(place / "below" if obstacle == "file-above" else place))
+    _, found = examine(capsys, *(["--base-url", "local"] if local else []))
+    assert found["disk"]["status"] == ("error" if local else "warning")
+    assert str(place) in found["disk"]["detail"]
+    assert ("in use by a tinkex server" if lock else "cannot be written") in found["disk"]["detail"]
+    assert "TINKEX_DATA_DIR" in found["disk"]["fix"]
+    if lock:
+        lock.close()
+        assert examine(capsys)[1]["disk"]["status"] == "ok"
+        assert [path.name for path in place.iterdir()] == ["lock"]
+
+
+def test_data_directory_is_tried_without_a_trace(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, faulty: FaultyServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path / "a" / "b"))
+    assert examine(capsys)[1]["disk"]["status"] == "ok"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_old_python_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

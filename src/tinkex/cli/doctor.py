@@ -1,6 +1,6 @@
 """`tinkex doctor`: looks at this machine, the key and the server, and says what to fix.
 
-Every check has a limit of time, and none of them changes anything.
+Every check has a limit of time, and none of them leaves a trace.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import click
@@ -162,20 +164,50 @@ def memory() -> tuple[int | None, int | None]:
     return None, None
 
 
-def check_disk() -> Iterator[Finding]:
-    """Whether there is room for checkpoints, and leave to write there."""
+def check_disk(needed: bool) -> Iterator[Finding]:
+    """Whether the data directory can be made and written, is free, and has room for checkpoints."""
     from tinkex.local import default_data_dir
+    from tinkex.server.data_dir import DataDirError
 
     place = default_data_dir()
-    existing = next(path for path in (place, *place.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if not os.access(existing, os.W_OK):
-        fix = "set TINKEX_DATA_DIR to a directory that you may write to"
-        yield Finding("disk", "warning", f"{place} cannot be written", fix)
-    elif free < LITTLE_DISK:
-        yield Finding("disk", "warning", f"{size(free)} free at {place}", "make room, or set TINKEX_DATA_DIR")
+    status: Status = "error" if needed else "warning"
+    elsewhere = "set TINKEX_DATA_DIR to a directory that you may write to"
+    try:
+        free = _try_directory(place)
+    except DataDirError:
+        fix = "set TINKER_BASE_URL to the address of that server, or TINKEX_DATA_DIR to another directory"
+        yield Finding("disk", status, f"{place} is in use by a tinkex server", fix)
+    except OSError as error:
+        yield Finding("disk", status, f"{place} cannot be written: {error.strerror or error}", elsewhere)
     else:
-        yield Finding("disk", "ok", f"{size(free)} free at {place}")
+        if free < LITTLE_DISK:
+            yield Finding("disk", "warning", f"{size(free)} free at {place}", "make room, or set TINKEX_DATA_DIR")
+        else:
+            yield Finding("disk", "ok", f"{size(free)} free at {place}")
+
+
+def _try_directory(place: Path) -> int:
+    """Make a directory, write there and lock it, and leave no trace; return the free bytes.
+
+    Raises:
+        OSError: The directory cannot be made or written.
+        DataDirError: A server has it for itself.
+    """
+    from tinkex.server.data_dir import LOCK_FILE, Lock
+
+    missing = [path for path in (place, *place.parents) if not path.exists()]
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"written by tinkex doctor")
+            file.flush()
+        if (place / LOCK_FILE).exists():
+            Lock(place, shared=True).close()
+        return shutil.disk_usage(place).free
+    finally:
+        with contextlib.suppress(OSError):  # one that is not empty, or was never made, stays as it is
+            for path in missing:
+                path.rmdir()
 
 
 def check_port(port: int) -> Iterator[Finding]:
@@ -295,7 +327,7 @@ def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
         check_packages,
         lambda: check_torch(local),
         check_memory,
-        check_disk,
+        lambda: check_disk(local),
         lambda: check_port(port),
     ]
     if config is not None:
