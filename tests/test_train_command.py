@@ -264,6 +264,32 @@ def test_long_examples_are_cut_left_out_or_refused_and_counted(
         assert json.loads(result.stdout)["examples"] == examples
 
 
+@pytest.mark.parametrize("cause", ["too-long", "split", "folder", "unwritable"])
+def test_refused_training_leaves_no_run(
+    cause: str, train: Callable[..., Result], data: Path, tmp_path: Path, url: str
+) -> None:
+    def runs() -> int:
+        with RestClient(base_url=url) as rest:
+            cursor = rest.list_training_runs().result(20).cursor
+            assert cursor is not None
+            return cursor.total_count
+
+    words: list[object] = [data]
+    if cause == "too-long":
+        words = [data, "--max-length", 3, "--too-long", "refuse"]
+    elif cause == "split":
+        words = [write(tmp_path / "one.jsonl", talk("a", "b")), "--eval-split", 0.5]
+    elif cause == "folder":
+        write(tmp_path / "config.json", {})
+        words = [data, "-o", tmp_path]
+    else:
+        words = [data, "-o", data / "below"]
+    before = runs()
+    result = train(*words, "--steps", 1)
+    assert result.exit_code == 1, result.output
+    assert runs() == before
+
+
 def test_the_longest_input_of_the_model_is_the_limit(train: Callable[..., Result], tmp_path: Path) -> None:
     file = write(tmp_path / "long.jsonl", talk("word " * 600, "never reached"), talk("a", "word " * 600))
     result = train(file, "--steps", 1)

@@ -332,11 +332,16 @@ class Command:
             service = self._connect()
             model = model_of(service, self.options["base_model"], "--base-model")
             self.place, self.model = place_of(service), model
-            client = self._client(service)
+            place = None if self.options["resume"] else self._new_place()
+            known = get_tokenizer_id(model)
+            material = self._early_material(service, known, read)
+            client = self._client(service)  # after the checks: what is refused before it leaves no run
             try:
-                material = self._material(service, client, read)
+                told = get_tokenizer_id(model, client)
+                if material is None or told != known:
+                    material = self._material(service, told, read)
                 plan = self._plan(len(material.train))
-                self.folder = self._open_folder(service, plan, material, digests)
+                self.folder = self._open_folder(service, place, plan, material, digests)
             except BaseException:
                 with contextlib.suppress(TinkerError):  # nothing will be trained: let the server forget it
                     client.unload_model()
@@ -406,9 +411,19 @@ class Command:
         if len(bad) == lines:
             raise click.ClickException(f"{path} has no good line: nothing was trained")
 
-    def _material(self, service: ServiceClient, client: TrainingClient, read: Sequence[list[Example]]) -> Material:
+    def _early_material(
+        self, service: ServiceClient, tokenizer_id: str, read: Sequence[list[Example]]
+    ) -> Material | None:
+        """The examples as tokens, before there is a run; None if only a run can tell the tokenizer."""
+        try:
+            offered = RestClient(service.holder).get_server_capabilities().result().model_names()
+            return self._material(service, tokenizer_id, read) if self.model in offered else None
+        except TinkerError:
+            return None
+
+    def _material(self, service: ServiceClient, tokenizer_id: str, read: Sequence[list[Example]]) -> Material:
         """The examples as tokens."""
-        chat = ChatFormat(tokenizer_of(get_tokenizer_id(self.model, client)))
+        chat = ChatFormat(tokenizer_of(tokenizer_id))
         if not chat.has_template and any(one.messages for examples in read for one in examples):
             self.note(f'{self.model} has no chat template: chats are written as "User: …" and "Assistant: …"')
         length = self.options["max_length"] or context_of(service, self.model)
@@ -461,7 +476,9 @@ class Command:
 
     # ── the folder ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _open_folder(self, service: ServiceClient, plan: Plan, material: Material, digests: list[str]) -> RunFolder:
+    def _open_folder(
+        self, service: ServiceClient, place: Path | None, plan: Plan, material: Material, digests: list[str]
+    ) -> RunFolder:
         facts = {
             "tinkex": __version__,
             "digests": digests,
@@ -477,19 +494,31 @@ class Command:
         for name in ("data", "eval_file"):
             if name in config:
                 config[name] = str(config[name].resolve())
-        place = self.options["output"] or self._free_place()
+        assert place is not None
+        try:
+            return RunFolder.create(place, config, facts)
+        except OSError as error:
+            raise self._unwritable(place, error) from None
+
+    def _new_place(self) -> Path:
+        """The directory of a new run: made, held, and without a run in it."""
+        place: Path = self.options["output"] or self._free_place()
+        self._held.callback(_remove_empty, [one for one in (place, *place.parents) if not one.exists()])
         try:
             place.mkdir(parents=True, exist_ok=True)
             self._hold(place)
-            return RunFolder.create(place, config, facts)
-        except FileExistsError:
-            with contextlib.suppress(ValueError):
-                if RunFolder.open(place).facts.get("sampler"):
-                    raise click.ClickException(f"{place} holds a finished run: give another --output") from None
-            again = f"tinkex train --resume {shlex.quote(str(place))}"
-            raise click.ClickException(f"{place} holds a run already: go on with it by `{again}`") from None
         except OSError as error:
-            raise click.ClickException(f"{place} cannot be written to: {error.strerror or error}") from None
+            raise self._unwritable(place, error) from None
+        if not (place / "config.json").exists():
+            return place
+        with contextlib.suppress(ValueError):
+            if RunFolder.open(place).facts.get("sampler"):
+                raise click.ClickException(f"{place} holds a finished run: give another --output")
+        again = f"tinkex train --resume {shlex.quote(str(place))}"
+        raise click.ClickException(f"{place} holds a run already: go on with it by `{again}`")
+
+    def _unwritable(self, place: Path, error: OSError) -> click.ClickException:
+        return click.ClickException(f"{place} cannot be written to: {error.strerror or error}")
 
     def _same_folder(self, facts: Mapping[str, Any]) -> RunFolder:
         folder = RunFolder.open(self.options["resume"])
@@ -697,6 +726,13 @@ def _whole_file(path: Path, *, all_bad: bool) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    """Remove directories in which nothing was put; the others stay."""
+    with contextlib.suppress(OSError):
+        for directory in directories:
+            directory.rmdir()
 
 
 def _never_fail_to_write() -> None:
