@@ -32,7 +32,7 @@ from tinkex.server.accounts import list_keys
 from tinkex.server.data_dir import DataDirError
 
 FLIPS = 500
-CHANGING = ("last_request_time", "updated_at", "corrupted")
+CHANGING = ("last_request_time", "updated_at", "corrupted", "loaded")
 """Fields of a run that tell of its last request, and the mark itself."""
 
 

@@ -629,7 +629,7 @@ def test_runs_are_listed_and_looked_up(command: Command, here: str, run_id: str)
     assert lines[0].startswith("Training runs (")
     assert lines[1] == "ID\tBase Model\tOwner\tLoRA\tStatus\tLast Update"
     row = next(line.split("\t") for line in lines if line.startswith(run_id))
-    assert row[1:] == [MODEL, "local", "Yes (rank 4)", "Active", "just now"]
+    assert row[1:] == [MODEL, "local", "Yes (rank 4)", "Finished", "just now"]
     chosen = command("run", "list", "--limit", "0", "-c", "id,checkpoint").out.splitlines()
     assert chosen[1] == "ID\tLast Checkpoint"
     assert f"{run_id}\tweights/two" in chosen
@@ -645,6 +645,7 @@ def test_runs_are_listed_and_looked_up(command: Command, here: str, run_id: str)
         "is_lora",
         "lora_rank",
         "corrupted",
+        "loaded",
         "last_request_time",
         "last_checkpoint",
         "last_sampler_checkpoint",
@@ -652,7 +653,7 @@ def test_runs_are_listed_and_looked_up(command: Command, here: str, run_id: str)
     }
     assert known["last_checkpoint"]["tinker_path"] == f"tinker://{run_id}/weights/two"
     text = command("run", "info", run_id).out
-    assert text.startswith(f"{run_id} ({MODEL})\nOwner: local\nLoRA: Yes\nRank: 4\nStatus: Active\n")
+    assert text.startswith(f"{run_id} ({MODEL})\nOwner: local\nLoRA: Yes\nRank: 4\nStatus: Finished\n")
     assert "Last training checkpoint: weights/two\n" in text
     assert f"  Path: tinker://{run_id}/weights/two\nLast sampler checkpoint: sampler_weights/three\n" in text
     assert f"  Path: tinker://{run_id}/sampler_weights/three\nMetadata" in text

@@ -79,7 +79,8 @@ def test_expiry_adapters_and_states_are_words() -> None:
     assert expiry(None) == "Never"
     assert expiry(NOW + dt.timedelta(days=2), NOW) == "in 2 days"
     assert (lora(True, 8), lora(True), lora(False, 8)) == ("Yes (rank 8)", "Yes", "No")
-    assert (status(True), status(False)) == ("Failed", "Active")
+    assert (status(True), status(False), status(True, False)) == ("Failed", "Active", "Failed")
+    assert (status(False, True), status(False, False)) == ("Active", "Finished")
 
 
 def test_what_others_wrote_cannot_command_the_terminal() -> None:

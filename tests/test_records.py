@@ -117,6 +117,7 @@ def test_a_run_tells_what_was_last_asked_and_saved_of_it(records: Records) -> No
         "corrupted": False,
         "lora_rank": 4,
         "user_metadata": {"name": "first", "lr": "0.5"},
+        "loaded": True,
     }
     records.save(model, 1, "old")
     records.save(model, 2, "new", user_metadata={"step": "2"})
@@ -129,6 +130,22 @@ def test_a_run_tells_what_was_last_asked_and_saved_of_it(records: Records) -> No
     records.change("runs", "corrupted = 1 WHERE model_id = ?", model)
     assert wire.get(f"training_runs/{model}")["corrupted"] is True
     assert "'nobody'" in records.call("GET", "training_runs/nobody", status=404)["detail"]
+
+
+@pytest.mark.parametrize("way", ["unload", "session"])
+def test_run_that_has_ended_is_not_loaded(records: Records, way: str) -> None:
+    wire = records.wire
+    session = wire.session()
+    fields = {"session_id": session, "model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
+    model = wire.run("create_model", fields)["model_id"]
+    assert wire.get(f"training_runs/{model}")["loaded"] is True
+    if way == "unload":
+        wire.run("unload_model", {"model_id": model})
+    else:
+        wire.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+    assert wire.get(f"training_runs/{model}")["loaded"] is False
+    listed = wire.get("training_runs")["training_runs"]
+    assert next(run for run in listed if run["training_run_id"] == model)["loaded"] is False
 
 
 def moment(text: str) -> dt.datetime:

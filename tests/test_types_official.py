@@ -58,6 +58,7 @@ EXTRA_HERE = {
         "fwd_via_fwdbwd",
         "proto_write_fwdbwd",
     },
+    "TrainingRun": {"loaded"},
     "FutureFailed": {"content_type", "inline_size"},
     "FutureFinished": {"content_type", "inline_size"},
     "FuturesRetrieveRequest": {"inline_bytes"},

@@ -105,9 +105,9 @@ def lora(is_lora: bool, rank: int | None = None) -> str:
     return "Yes" if rank is None else f"Yes (rank {rank})"
 
 
-def status(corrupted: bool) -> str:
-    """How a run is."""
-    return "Failed" if corrupted else "Active"
+def status(corrupted: bool, loaded: bool | None = None) -> str:
+    """How a run is; one of a server that does not tell whether it is loaded counts as active."""
+    return "Failed" if corrupted else "Finished" if loaded is False else "Active"
 
 
 def yes_no(value: bool | None) -> str:
@@ -159,6 +159,7 @@ def run_data(run: TrainingRun) -> dict[str, Any]:
         "is_lora": run.is_lora,
         "lora_rank": run.lora_rank,
         "corrupted": run.corrupted,
+        "loaded": run.loaded,
         "last_request_time": iso(run.last_request_time),
         "last_checkpoint": None if last is None else checkpoint_data(last),
         "last_sampler_checkpoint": None if sampler is None else checkpoint_data(sampler),

@@ -54,7 +54,7 @@ COLUMNS: dict[str, tuple[Column, Callable[[TrainingRun], object]]] = {
     "model": (Column("Base Model", folds=True), lambda run: run.base_model),
     "owner": (Column("Owner"), lambda run: run.model_owner),
     "lora": (Column("LoRA"), lambda run: lora(run.is_lora, run.lora_rank)),
-    "status": (Column("Status"), lambda run: status(run.corrupted)),
+    "status": (Column("Status"), lambda run: status(run.corrupted, run.loaded)),
     "updated": (Column("Last Update"), lambda run: when(run.last_request_time)),
     "checkpoint": (Column("Last Checkpoint"), lambda run: run.last_checkpoint and run.last_checkpoint.checkpoint_id),
     "checkpoint_time": (Column("Saved"), lambda run: when(run.last_checkpoint.time if run.last_checkpoint else None)),
@@ -327,7 +327,7 @@ def info(run_id: str, access_scope: Any, as_json: bool, connection: Connection) 
     fields: dict[str, object] = {"Owner": found.model_owner, "LoRA": "Yes" if found.is_lora else "No"}
     if found.lora_rank is not None:
         fields["Rank"] = found.lora_rank
-    fields |= {"Status": status(found.corrupted), "Last update": when(found.last_request_time)}
+    fields |= {"Status": status(found.corrupted, found.loaded), "Last update": when(found.last_request_time)}
     shown = [*fields.items()]
     shown += _checkpoint_fields("Last training checkpoint", found.last_checkpoint)
     shown += _checkpoint_fields("Last sampler checkpoint", found.last_sampler_checkpoint)

@@ -140,6 +140,7 @@ def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
         last_checkpoint=checkpoint_record(record.last_training) if record.last_training else None,
         last_sampler_checkpoint=checkpoint_record(record.last_sampler) if record.last_sampler else None,
         user_metadata=_texts(run.user_metadata) if run.owner == reader else None,
+        loaded=state.is_loaded(run.model_id),
     )
 
 

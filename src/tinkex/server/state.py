@@ -331,6 +331,11 @@ class State:
             text = text.replace(f"{place}/", "").replace(place, "the data directory")
         return text
 
+    def is_loaded(self, model_id: str) -> bool:
+        """Return whether a run takes requests: at once, or after it is taken up again."""
+        name = file_name(model_id)
+        return model_id in self.runs or (name in self.left and (self.data_dir / "runs" / name).is_dir())
+
     def _has_sleeping_runs(self, session_id: str) -> bool:
         """Whether an earlier life left runs of a session that have not been taken up: their passes are not known."""
         prefix, awake = f"{file_name(session_id)}_train_", {file_name(model_id) for model_id in self.runs}

@@ -454,6 +454,10 @@ class TrainingRun(Stamped, frozen=True, kw_only=True):
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
+    loaded: bool | None = None
+    """False once the run takes no more requests: it was unloaded, or its session has ended.
+
+    Only tinkex servers send it."""
 
     def __post_init__(self) -> None:
         """Have the flag as one."""
