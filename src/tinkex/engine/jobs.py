@@ -91,11 +91,14 @@ class StopRule:
         self._strings = [item for item in items if isinstance(item, str)]
         if "" in self._strings:
             raise EngineError("a stop string must not be empty")
-        self._source, self._rows = source, rows
+        self._rows = rows
+        self._tokenizer = source.tokenizer  # not the source: that would keep its weights
+        if self._strings:
+            source.tokenizer()  # a model without one is told at once
 
     @cached_property
     def _texts(self) -> list[_Text]:
-        return [_Text(self._source.tokenizer()) for _ in range(self._rows)]
+        return [_Text(self._tokenizer()) for _ in range(self._rows)]
 
     def __call__(self, rows: Array, tokens: Array) -> Array:
         """Whether each row, having got its token, is at its end."""
