@@ -312,7 +312,7 @@ def test_text_cannot_be_a_form() -> None:
 def test_json_that_cannot_be_written_says_why() -> None:
     with pytest.raises(TypeError, match="Failed to prepare request: cannot put a object on the wire"):
         body_for({"a": object()})
-    with pytest.raises(ValueError, match="Failed to prepare request: NaN"):
+    with pytest.raises(ValueError, match="Failed to prepare request: a is nan"):
         body_for({"a": float("nan")})
     endless: list[Any] = []
     endless.append(endless)

@@ -9,10 +9,12 @@ import click
 from tinkex.cli.options import Connection, seconds_of
 from tinkex.config import is_embedded
 from tinkex.errors import TinkerError
+from tinkex.futures import start
 from tinkex.local import DEFAULT_MODEL
 from tinkex.rest import RestClient
 from tinkex.service import ServiceClient
 from tinkex.tokenizers import BUNDLED, get_or_load_tokenizer
+from tinkex.types.sessions import GetServerCapabilitiesResponse
 
 
 def open_service(
@@ -40,15 +42,21 @@ def model_of(service: ServiceClient, model: str | None, option: str) -> str:
         return model
     if is_embedded(url):
         return DEFAULT_MODEL
-    names = sorted(filter(None, RestClient(service.holder).get_server_capabilities().result().model_names()))
+    names = sorted(filter(None, capabilities_of(service).model_names()))
     listed = f"it has {', '.join(names)}" if names else "it lists none"
     raise click.UsageError(f"{option} is required with a server: {url}; {listed}")
+
+
+def capabilities_of(service: ServiceClient) -> GetServerCapabilitiesResponse:
+    """Return what a server offers; one that does not answer is given up as soon as for a session."""
+    start(service.holder.opened()).result()
+    return RestClient(service.holder).get_server_capabilities().result()
 
 
 def context_of(service: ServiceClient, model: str | None) -> int | None:
     """How many tokens a model takes at once, where the server says so."""
     try:
-        offered = RestClient(service.holder).get_server_capabilities().result().supported_models
+        offered = capabilities_of(service).supported_models
     except TinkerError:
         return None
     return next((one.max_context_length for one in offered if one.model_name == model), None)

@@ -29,7 +29,7 @@ from tinkex._version import __version__
 from tinkex.chats import ChatFormat, Rendered
 from tinkex.cli.options import API_KEY_HELP, BASE_URL_HELP, switch, timeout_option
 from tinkex.cli.plot import plot
-from tinkex.cli.servers import context_of, model_of, open_service, place_of, tokenizer_of
+from tinkex.cli.servers import capabilities_of, context_of, model_of, open_service, place_of, tokenizer_of
 from tinkex.cli.svg import chart
 from tinkex.cli.terminal import plain_console
 from tinkex.errors import NotFoundError, TinkerError
@@ -416,7 +416,7 @@ class Command:
     ) -> Material | None:
         """The examples as tokens, before there is a run; None if only a run can tell the tokenizer."""
         try:
-            offered = RestClient(service.holder).get_server_capabilities().result().model_names()
+            offered = capabilities_of(service).model_names()
             return self._material(service, tokenizer_id, read) if self.model in offered else None
         except TinkerError:
             return None
