@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import importlib.metadata
+import inspect
 import json
 import random
 import sys
@@ -69,13 +70,13 @@ def settle_chance(tinker: Any) -> None:
         seed = random.Random(f"{tokens} {asked[tokens]}").getrandbits(31)
         return {**options, "sampling_params": options["sampling_params"].model_copy(update={"seed": seed})}
 
-    def sample(self: Any, prompt: Any, num_samples: int, sampling_params: Any, **options: Any) -> Any:
-        options |= {"prompt": prompt, "num_samples": num_samples, "sampling_params": sampling_params}
-        return plain(self, **seeded(options))
+    names = list(inspect.signature(plain).parameters)[1:]
 
-    async def sample_async(self: Any, prompt: Any, num_samples: int, sampling_params: Any, **options: Any) -> Any:
-        options |= {"prompt": prompt, "num_samples": num_samples, "sampling_params": sampling_params}
-        return await twin(self, **seeded(options))
+    def sample(self: Any, *args: Any, **options: Any) -> Any:
+        return plain(self, **seeded(options | dict(zip(names, args, strict=False))))
+
+    async def sample_async(self: Any, *args: Any, **options: Any) -> Any:
+        return await twin(self, **seeded(options | dict(zip(names, args, strict=False))))
 
     tinker.SamplingClient.sample, tinker.SamplingClient.sample_async = sample, sample_async
 
