@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from engine.test_sampling_batches import WAYS, alone, ask, crowd, directory, limits, same, tokens_of
 from tinkex.engine import SampleDone
@@ -59,6 +61,7 @@ def test_short_sample_waits_for_no_crowd_of_rows(way: str, after: int, limits: A
 
 def test_waiting_jobs_take_no_room_for_samples_and_tables(limits: Any) -> None:
     engine = limits(way="slabs", max_rows=8)
+    engine._bases["m"].tokenizer = Tokenizer(BPE())  # stop strings need one
     wide, stopping = ask(tokens_of(1, 70), 1024, 60), ask(tokens_of(1, 70), 1024, 60, stop=["x"])
     scored = ask(tokens_of(2, 70), 1, 1, prompt_logprobs=True, topk_prompt_logprobs=90)
     engine.sample_start("first", "one", wide, 1, owner="a")  # makes the cache
