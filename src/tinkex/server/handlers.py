@@ -652,7 +652,11 @@ async def create_sampling_session(state: State, call: Call) -> CreateSamplingSes
         request.model_path,
         None,
     ):
-        raise Refusal(400, f"sampling session {sampler_id!r} was opened before, with other weights; use another number")
+        raise Refusal(
+            400,
+            f"sampling session {sampler_id!r} was opened before, with other weights; "
+            "use another sampling_session_seq_id",
+        )
     await asyncio.to_thread(state.store.add_sampler, sampler)
     return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
