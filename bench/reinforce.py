@@ -44,7 +44,7 @@ ROWS = [
 
 
 class Outcome(NamedTuple):
-    """What a run came to."""
+    """The outcome of a run."""
 
     before: float
     accuracy: float

@@ -32,7 +32,7 @@ class Step:
     path: str
     body: dict[str, Any]
     waits: bool = False
-    """Whether all results before it are read first."""
+    """True if all results before it are read first."""
     is_future: bool = True
 
     def of(self, session: str) -> tuple[str, Any]:

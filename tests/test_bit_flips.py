@@ -4,7 +4,7 @@ A busy server leaves two directories: one as kill -9 leaves it, one as a clean s
 of their files flips, every file in turn and then by chance, and a server starts and is asked for everything: keys,
 lists, results, samples, checkpoints, and passes that go on with the runs. It has to refuse to start and name the file,
 or to answer the same as without the flip, or to fail and name the file. Only SQLite's `-shm` is left out: it is made
-anew at every start.
+again at every start.
 """
 
 from __future__ import annotations

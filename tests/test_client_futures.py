@@ -207,7 +207,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 
 def finished(given: Any) -> Any:
-    """What a method gives, or what its twin gives when it is awaited."""
+    """Return a method's value, or that of its awaited twin."""
     return asyncio.run(given) if inspect.iscoroutine(given) else given
 
 

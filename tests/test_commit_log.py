@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def image(store: Store) -> Path:
-    """What kill -9 leaves now."""
+    """Copy what kill -9 would leave now."""
     target = store.root.with_name("killed")
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(store.root, target, ignore=shutil.ignore_patterns("*-shm"))

@@ -59,7 +59,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 def heard(place: tuple[str, int], data: bytes, seconds: float = 10.0) -> tuple[bytes, float]:
-    """What is answered before the connection is closed, and after how long that is."""
+    """Return the answer before the connection closes, and the seconds until then."""
     began = time.monotonic()
     with closing(socket.create_connection(place, timeout=seconds)) as sock:
         sock.sendall(data)

@@ -144,7 +144,7 @@ def test_failed_load_does_not_tell_where_files_lie(wire: Wire, tmp_path: Path, o
 
 
 def loaded(wire: Wire, model: str, path: str) -> str:
-    """What a failed load says."""
+    """Return the error of a failed load."""
     if "/weights/" in path:
         load = {"model_id": model, "path": path, "optimizer": False, "seq_id": 2}
         return str(wire.run("load_weights", load)["error"])

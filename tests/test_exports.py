@@ -203,7 +203,7 @@ def test_address_leads_to_no_other_checkpoint_of_its_name(wire: Wire) -> None:
     for address in (files, whole):
         heard = fetch(address)
         assert heard.status == 404
-        assert "has been saved anew since this address was made" in heard.json["detail"]
+        assert "has been saved again since this address was made" in heard.json["detail"]
     fetch_ok(urls(wire, path)["fake.json"])
 
 

@@ -22,7 +22,7 @@ from tinkex.server.store import DATABASE, Store
 
 @contextmanager
 def full(store: Store) -> Iterator[None]:
-    """As SQLite sees a full disk: the file may not grow."""
+    """Make the disk full for SQLite: its file may not grow."""
     pages = store._db.execute("PRAGMA page_count").fetchone()[0]
     most = store._db.execute("PRAGMA max_page_count").fetchone()[0]
     store._db.execute(f"PRAGMA max_page_count={pages}")

@@ -23,7 +23,7 @@ Serve = Callable[..., Wire]
 
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch) -> list[State]:
-    """What the servers of a test know."""
+    """The state that the servers of a test share."""
     made: list[State] = []
 
     def state(*args: Any, **options: Any) -> State:

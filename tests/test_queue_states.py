@@ -103,7 +103,7 @@ def test_training_pauses_are_logged_after_15_minutes_of_the_same_state(caplog: p
     assert said(15 * minutes, CAPACITY)
     assert not said(16 * minutes - 1, CAPACITY)
     assert said(16 * minutes, CAPACITY)  # once a minute
-    assert not said(18 * minutes, RATE)  # another state begins anew
+    assert not said(18 * minutes, RATE)  # another state begins again
     assert not said(33 * minutes - 1, RATE)
     assert said(33 * minutes, RATE)
     assert not said(34 * minutes, ACTIVE)

@@ -58,7 +58,7 @@ class Peer:
 
 
 class Attack:
-    """What all kinds share: connections with the owner's key, and counts."""
+    """The common part of all kinds: connections with the owner's key, and counts."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args

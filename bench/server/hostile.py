@@ -81,12 +81,12 @@ def size_of(folder: Path) -> float:
 
 @dataclass
 class Told:
-    """What a run gave."""
+    """The results of a run."""
 
     marks: dict[str, float] = field(default_factory=dict)
     seen: dict[str, list[float]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-    """What the other owner was refused, or lost."""
+    """Requests that the other owner was refused, or lost."""
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     memory: list[tuple[float, float]] = field(default_factory=list)
     disk: list[tuple[float, float]] = field(default_factory=list)
@@ -278,7 +278,7 @@ def report(args: argparse.Namespace, told: Told) -> list[str]:
 
 
 def facts(told: Told) -> Iterator[tuple[str, str]]:
-    """What else there is to say, by name."""
+    """Further figures, by name."""
     start, end = told.marks.get("begun"), told.marks.get("ended")
     if start is not None and end is not None:
         yield "load held for", f"{end - start:.0f} s"

@@ -113,7 +113,7 @@ class Neighbour:
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def steps(self, line: Line) -> dict[str, float]:
-        """How many steps of each kind the engine has made."""
+        """Return the number of steps of each kind that the engine has made."""
         found = STEPS.findall(await line.get("/metrics"))
         if not found:
             raise SystemExit("/metrics says nothing of tinkex_engine_steps_total")

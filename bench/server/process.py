@@ -27,7 +27,7 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a process had taken at a moment."""
+    """The memory and disk of a process at a moment."""
 
     at: float
     memory: float

@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], G
 def facts(
     args: argparse.Namespace, told: dict[str, Any], marks: dict[str, Any], gauge: Gauge
 ) -> Iterator[tuple[str, str]]:
-    """What else there is to say, by name."""
+    """Further figures, by name."""
     full, held = marks["full"], marks["held"]
     seconds = held["at"] - full["at"]
     yield "training clients", f"{args.clients}"

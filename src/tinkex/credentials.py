@@ -119,7 +119,7 @@ def claims(token: str) -> dict[str, Any]:
 
 
 def is_token(key: str) -> bool:
-    """Whether a credential is a token, not an API key."""
+    """Return whether a credential is a token, not an API key."""
     return key.startswith("eyJ")
 
 
@@ -145,7 +145,7 @@ def check_token(token: str, now: float) -> None:
 
 
 def rejects_token(headers: Mapping[str, str]) -> bool:
-    """Whether an answer 401 says that the token is not valid, so that a new one may help."""
+    """Return whether an answer 401 says that a new token may help."""
     return _INVALID_TOKEN.search(headers.get("www-authenticate", "")) is not None
 
 

@@ -346,17 +346,17 @@ class SampleFuture(Future[T]):
         return give_up(self)
 
     def cancelled(self) -> bool:
-        """Whether the sample was given up. Deprecated: use `.future().cancelled()`."""
+        """Return whether the sample was given up. Deprecated: use `.future().cancelled()`."""
         self._warn("cancelled")
         return _Plain.cancelled(self)
 
     def running(self) -> bool:
-        """Whether the sample is being drawn. Deprecated: use `.future().running()`."""
+        """Return whether the sample is being drawn. Deprecated: use `.future().running()`."""
         self._warn("running")
         return _Plain.running(self)
 
     def done(self) -> bool:
-        """Whether there is an outcome. Deprecated: use `.future().done()`."""
+        """Return whether there is an outcome. Deprecated: use `.future().done()`."""
         self._warn("done")
         return _Plain.done(self)
 

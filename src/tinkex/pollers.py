@@ -233,7 +233,7 @@ class BatchPoller:
 
     @property
     def _owes(self) -> bool:
-        """Whether there are results that were not acknowledged."""
+        """Return whether results wait to be acknowledged."""
         return self.is_usable and (bool(self._fetched) or self._acknowledged != self._cursor)
 
     def _acknowledge_later(self) -> None:
@@ -286,7 +286,7 @@ class BatchPoller:
             self._cursor = self._acknowledged = 0  # it was of an earlier life of the server
 
     def _give_up(self, error: Exception) -> None:
-        """When a poll fails, each result is polled for by itself, and new ones for a while."""
+        """Poll for each result by itself after a failed poll, and for new ones for a while."""
         self._learn(error)
         self._rests_until = time.monotonic() + REST_SECONDS
         logger.debug("batched polling: %s; %d results are polled for one by one", error, len(self._waiting))

@@ -133,7 +133,7 @@ class Runtime:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether the process was forked since, so that this loop is in another one."""
+        """Return whether the process was forked since this loop began."""
         return os.getpid() != self._pid
 
     @property

@@ -545,7 +545,7 @@ class ServiceClient:
         status: ClientSessionFinishReasonType = "success"
         if kind is not None:
             status = "errored" if issubclass(kind, Exception) else "interrupted"
-        # A `with` block inside an event loop blocks that loop here, which whoever wrote it knows.
+        # A `with` block inside an event loop blocks that loop here, as its author expects.
         closing = self.close(status, repr(error) if error is not None else None)._own
         if status == "success":
             closing._outcome()

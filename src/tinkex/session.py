@@ -72,7 +72,7 @@ class Session:
         self.transport = Transport(config)
         self.client_config = ClientConfigResponse()
         self.client_config_is_missing = False
-        """Whether the server is so old that it has no client configuration to give."""
+        """True if the server is too old to give a client configuration."""
         self.dynamic_config = ClientDynamicConfigResponse()
         self.session_id = session_id
         self.is_shadow = bool(session_id)

@@ -459,7 +459,7 @@ class Transport:
                 check_token(self._credential, time.time())
             except TinkerError:
                 if command and not self.config.api_key:
-                    self._credential = None  # the next request asks the command anew
+                    self._credential = None  # the next request asks the command again
                 raise
         return self._credential
 

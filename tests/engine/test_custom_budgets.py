@@ -175,7 +175,7 @@ def test_the_time_of_all_data_counts_with_their_gradients(
 
 
 def test_a_datum_that_is_computed_again_is_charged_once() -> None:
-    """As when memory ran out, and the pass begins anew."""
+    """A pass that begins again after memory ran out."""
     work = work_of(heavy())
     objective = GraphLoss(heavy(pass_work=2 * work + work // 2, pass_growth=0))
     examples = objective.read(data(2), Room(vocab=100, context=100))

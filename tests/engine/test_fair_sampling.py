@@ -1,4 +1,4 @@
-"""Owners share rows, blocks and prompt tokens: whoever comes gets its part within a few steps, and all get on."""
+"""Owners share rows, blocks and prompt tokens: a newcomer gets its part within a few steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def runner_of(engine: TorchEngine) -> Runner:
 
 
 def steps_until(engine: TorchEngine, name: str, results: dict[str, Any] | None = None) -> int:
-    """How many steps a job takes from now on."""
+    """Return the number of steps that a job takes from now on."""
     for step in range(1, 5000):
         for done in engine.sample_step():
             if results is not None:

@@ -66,7 +66,7 @@ def rows_that_differ(path: Path) -> list[int]:
 
 
 def counts(command: list[str], directory: Path) -> dict[str, dict[str, int]]:
-    """How many additions, multiplications and multiply-adds the hot functions consist of."""
+    """Count additions, multiplications and multiply-adds of the hot functions."""
     source = directory / "hot.c"
     source.write_text(HOT.format(source=library.SOURCE))
     options = [option for option in command if option != "-shared"]
@@ -81,7 +81,7 @@ def counts(command: list[str], directory: Path) -> dict[str, dict[str, int]]:
 
 
 def command_of(compiler: str) -> list[str]:
-    """How a compiler is called; the test is skipped where it is not installed."""
+    """Return a compiler's command; skip the test where it is not installed."""
     if (path := shutil.which(compiler)) is not None:
         return [path, "cc"] if compiler == "zig" else [path]
     if compiler == "zig" and importlib.util.find_spec("ziglang") is not None:
@@ -90,7 +90,7 @@ def command_of(compiler: str) -> list[str]:
 
 
 def runs_here(processor: str) -> bool:
-    """Whether this processor runs code that is made for that one."""
+    """Return whether this processor runs code made for that one."""
     try:
         flags = set(
             Path("/proc/cpuinfo").read_text(encoding="ascii").partition("\nflags")[2].partition("\n")[0].split()

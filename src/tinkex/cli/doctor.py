@@ -130,7 +130,7 @@ def check_torch(needed: bool) -> Iterator[Finding]:
 
 
 def _native(reason: str | None, is_safe: bool) -> Finding:
-    """How this CPU samples, and whether results on it depend on what else is in a batch."""
+    """Check how this CPU samples, and that no result depends on the rest of a batch."""
     if reason is None:
         return Finding("cpu", "ok", "samples in C; a row gets the same bits alone and among others")
     fix = "install a C compiler, or pip install 'tinkex[native]'"
@@ -165,7 +165,7 @@ def memory() -> tuple[int | None, int | None]:
 
 
 def check_disk(needed: bool) -> Iterator[Finding]:
-    """Whether the data directory can be made and written, is free, and has room for checkpoints."""
+    """Check that the data directory can be written, is free and has room."""
     from tinkex.local import default_data_dir
     from tinkex.server.data_dir import DataDirError
 

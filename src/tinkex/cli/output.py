@@ -106,7 +106,7 @@ def lora(is_lora: bool, rank: int | None = None) -> str:
 
 
 def status(corrupted: bool, loaded: bool | None = None) -> str:
-    """How a run is; one of a server that does not tell whether it is loaded counts as active."""
+    """Return a run's state; a server that does not tell has active ones."""
     return "Failed" if corrupted else "Finished" if loaded is False else "Active"
 
 

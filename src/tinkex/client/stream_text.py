@@ -17,7 +17,7 @@ class StreamTexts:
     """Gives the chunks of a stream their text, which is worked out when it is first looked at.
 
     Args:
-        load: Loads the tokenizer; called at most once, by whoever looks first.
+        load: Loads the tokenizer; called at most once, by the first reader.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:

@@ -145,7 +145,7 @@ class DrawnToken:
     version: int | None = None
     """The version of an in-flight target's weights that drew it."""
     reused: int = 0
-    """How many tokens of the prompt were found in the cache."""
+    """The number of tokens of the prompt that were found in the cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Where keys and values lie: a pool of blocks, who holds them, and how blocks of prompts are found again.
 
 A block has room for `BLOCK` positions of one sequence, in every layer. What a position holds depends on its tokens and
-weights alone, to the bit: a block that is found by its key is as good as one computed anew. In-flight samplers are the
+weights alone, to the bit: a block that is found by its key is as good as one computed again. In-flight samplers are the
 exception: a session of theirs has a namespace of its own, in which blocks of older weights are found.
 
 Axes: L layers, N blocks, S positions, G key/value heads, C channels of a head, T tokens of a pass.

@@ -152,7 +152,7 @@ class _Step:
 
 @dataclass(slots=True)
 class Allowance:
-    """What the loss of a pass may still use, for all its data and their gradients."""
+    """The work and time that the loss of a pass has left, gradients included."""
 
     work: float
     seconds: float
@@ -274,7 +274,7 @@ class CompiledLoss:
         return value
 
     def allowance(self, given: int) -> Allowance:
-        """What a pass over inputs that hold so many numbers may use."""
+        """Return the budget of a pass over inputs of so many numbers."""
         return Allowance.of(self._limits, given)
 
     def work(self, shapes: Mapping[str, Sequence[int]]) -> int | None:

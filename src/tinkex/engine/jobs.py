@@ -64,7 +64,7 @@ class Source:
     eos_tokens: frozenset[int]
     tokenizer: Callable[[], Tokenizer]
     version: int | None = None
-    """Which of an in-flight target's weights these are."""
+    """The version of an in-flight target's weights."""
 
     def as_version(self, version: int) -> Source:
         """The same weights as a version of an in-flight target."""
@@ -324,7 +324,7 @@ class Job:
         self.target = target
         """The in-flight target whose weights it takes over as they change."""
         self.reused: int | None = None
-        """How many tokens of the prompt were found in the cache, once that is known."""
+        """The number of tokens of the prompt found in the cache, once known."""
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -333,7 +333,7 @@ class Job:
 
     @cached_property
     def recorder(self) -> Recorder | None:
-        """What is recorded of the samples, if the request asks for it."""
+        """The recording of the samples, if the request asks for it."""
         if not self.request.record_stability_info:
             return None
         return Recorder(self.request.num_samples, self.limit, self.source.model.config.vocab)
@@ -381,7 +381,7 @@ class Job:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the request asks for anything about its prompt."""
+        """Return whether the request asks for anything about its prompt."""
         return len(self.scores.rows) > 0
 
     @property

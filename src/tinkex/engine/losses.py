@@ -229,12 +229,12 @@ class Examples:
         return tokens, counts
 
     def starts(self) -> Array:
-        """Where the log-probabilities that the loss of each datum reads begin, one datum after the other."""
+        """Return where each datum's log-probabilities begin."""
         starts: Array = np.cumsum([0, *(self._size(index) for index in range(len(self.targets)))])
         return starts
 
     def own(self, indices: Sequence[int]) -> Array | None:
-        """Which of the log-probabilities that the losses of data read are of their targets; None if all are."""
+        """Return which log-probabilities are of targets; None if all are."""
         if not self.others:
             return None
         starts = np.cumsum([0, *(self._size(index) for index in indices[:-1])])
@@ -244,7 +244,7 @@ class Examples:
         return self.targets[index].size + (self.others[index].tokens.size if self.others else 0)
 
     def _counts(self, index: int) -> Array:
-        """How many each position has: a target, and at some positions others."""
+        """Return the number at each position: a target, and at some others."""
         counts = np.ones(self.tokens[index].size, np.int64)
         counts[self.others[index].positions] += self.others[index].tokens.shape[1]
         return counts

@@ -70,7 +70,7 @@ def find_objective(
     losses: Mapping[str, CompiledLoss],
     recalled: Sequence[Recalled] | None = None,
 ) -> Objective:
-    """What a request names: a loss of the table, one of those that were sent, or the one that needs recordings."""
+    """Return the named loss: of the table, sent before, or one with recordings."""
     if name == STABLE_REINFORCE:
         settings = read_settings(fill_settings(name, DEFAULTS, config))
         if recalled is None:

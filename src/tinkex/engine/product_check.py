@@ -83,7 +83,7 @@ def steady_batch(count: int) -> AbstractContextManager[None]:
 @functools.cache
 @torch.no_grad()
 def are_batches_steady(threads: int) -> bool:
-    """Whether a matrix of a batch gets the same bits in small batches and in large ones, by so many threads."""
+    """Return whether a matrix gets the same bits in small and large batches."""
     random = torch.Generator().manual_seed(0)
     for queries, keys, channels in BATCHES:
         shapes = ((queries, keys), (queries, channels), (keys, channels))
@@ -100,7 +100,7 @@ def are_batches_steady(threads: int) -> bool:
 
 
 def is_safe(outputs: int, inputs: int) -> bool:
-    """Whether products with a weight of this shape are made by a library whose rows are steady."""
+    """Return whether a library keeps rows steady for weights of this shape."""
     weight_ND = torch.empty(outputs, inputs)
     names = [choice(weight_ND), choice(weight_ND[:32], is_small=True)]
     return all(
@@ -117,7 +117,7 @@ def _warn() -> None:
 
 
 def is_available(name: Name) -> bool:
-    """Whether the library is here."""
+    """Return whether the library is here."""
     if name == "onednn":
         return onednn() is not None
     return name == "pytorch" or c.load() is not None
@@ -125,7 +125,7 @@ def is_available(name: Name) -> bool:
 
 @torch.no_grad()
 def is_steady(name: Name, outputs: int, inputs: int, *, turned: bool = False) -> bool:
-    """Whether a row gets the same bits in few rows and in many. A turned weight lies inputs first."""
+    """Return whether a row gets the same bits in few rows and in many."""
     random = torch.Generator().manual_seed(0)
     rows = min(MOST_ROWS, max(LEAST_ROWS, WORK // (outputs * inputs)))
     x_TD = torch.randn(rows, inputs, generator=random)

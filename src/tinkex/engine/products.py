@@ -60,7 +60,7 @@ def add_small(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, s
 
 
 def _is_checked(x: torch.Tensor) -> bool:
-    """Whether a library is chosen for products with this."""
+    """Return whether a library is chosen for products with this."""
     return x.is_cpu and x.dtype == torch.float32
 
 

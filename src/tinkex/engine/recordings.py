@@ -29,7 +29,7 @@ FIRST_ROOM = 64
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What is recorded of one step: the likeliest tokens of some rows, and the one that was drawn."""
+    """The recording of one step: likeliest tokens of some rows, and the drawn ones."""
 
     tokens_RK: torch.Tensor
     logprobs_RK: torch.Tensor

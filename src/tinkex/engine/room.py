@@ -1,7 +1,7 @@
 """Who gets rows, blocks and prompt tokens where there is no room for all: owners share them from the next step on.
 
 Each owner that has work may have an equal part. What an owner leaves unused, others may have until it comes back; then
-it gets a row or blocks of whoever has most. Nobody's only job is moved out of its place for another owner, so that
+it gets a row or blocks of the owner that has most. An owner's only job never gives way to another owner, so that
 everyone gets on.
 """
 
@@ -46,11 +46,11 @@ class Room:
 
     @property
     def seated(self) -> int:
-        """How many rows are taken."""
+        """Return the number of rows that are taken."""
         return sum(len(running.rows) for running in self._running)
 
     def admits(self, owner: str) -> bool:
-        """Whether another job of an owner may be taken in: there are rows left, or the owner has not had its part."""
+        """Return whether an owner's next job may begin: by free rows, or by its part."""
         held = Counter[str]()
         for running in self._running:
             held[running.owner] += len(running.rows) + len(running.waiting)
@@ -91,11 +91,11 @@ class Room:
         return (youngest, youngest.rows[-1]) if youngest.rows else youngest
 
     def has_nothing(self, owner: str) -> bool:
-        """Whether none of an owner's jobs has been taken in."""
+        """Return whether no job of an owner has begun."""
         return all(running.owner != owner for running in self._running)
 
     def _movable(self, owner: str, keep: Container[Running] = ()) -> Running | tuple[Running, Sample] | None:
-        """What an owner of several things can best do without; None if it has only one."""
+        """Return the thing an owner can best do without; None if it has only one."""
         mine = [running for running in self._running if running.owner == owner]
         idle = [running for running in mine if not running.rows and running not in keep]
         if idle and len(mine) > 1:
@@ -108,7 +108,7 @@ class Room:
         return min(reversed(mine), key=lambda pair: len(pair[1].tokens))
 
     def _part(self, total: int) -> int:
-        """What is each owner's of so many."""
+        """Return each owner's part of so many."""
         owners = {running.owner for running in self._running} | self._queues.keys()
         return max(1, total // max(1, len(owners)))
 
@@ -119,7 +119,7 @@ class Room:
         return rows
 
     def _used(self) -> Counter[str]:
-        """How many blocks each owner holds; what samples of a job share counts once."""
+        """Return the blocks each owner holds; those that samples share count once."""
         used = Counter[str]()
         for running in self._running:
             shared = running.job.prompt.size // BLOCK

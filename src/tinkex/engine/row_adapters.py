@@ -43,7 +43,7 @@ class Products:
     """Products with the frozen weights. On a CPU in float32 they are made from a second copy in another layout.
 
     By C where there is a compiler, else by oneDNN if its rows are steady. Measured for 4 to 32 rows the latter takes
-    half to a third of the time of MKL, which lays the weights out anew each time, and C four fifths of that.
+    half to a third of the time of MKL, which lays out the weights each time, and C four fifths of that.
     """
 
     def __init__(self, model: Decoder, most_bytes: int, native: Native | None = None) -> None:

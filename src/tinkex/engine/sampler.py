@@ -4,8 +4,8 @@ A step decodes one token of every row and runs a chunk of prompts beside it; a n
 values lie in a bounded number of blocks. Samples of one prompt share its blocks, and so do jobs whose prompts begin
 alike under the same weights, also when they come later. Jobs wait while there is no room; those of an owner are
 admitted in the order they came. Owners share rows, blocks and the tokens of prompts (see `room`): one that comes gets
-its part in the next step, if need be that of a sample of whoever has most. A sample that gives way, or is the youngest
-when the room ends in the middle, keeps its tokens, and is fed them again.
+its part in the next step, if need be that of a sample of the owner that has most. A sample that gives way, or is
+the youngest when the room ends in the middle, keeps its tokens, and is fed them again.
 
 Where the device runs on its own, a step is begun before the tokens of the one before have been read: rows whose end is
 seen only then have run for a token too many, which nobody looks at.
@@ -102,7 +102,7 @@ class _Drawn:
     samples: Sequence[tuple[Sample, Row | None]]
     """With the row that each had then."""
     jobs: Sequence[tuple[Running, list[int], int | None]]
-    """Which of the samples are whose, and the version of in-flight weights that drew them."""
+    """Each job's samples, and the version of in-flight weights that drew them."""
     topk: Sequence[tuple[torch.Tensor, torch.Tensor] | None]
     """The likeliest tokens, for jobs that ask for them."""
     scores: Mapping[int, tuple[Scores, slice]]
@@ -447,7 +447,7 @@ class Runner:
             _fail([running for running, _ in chunk], error)
 
     def _allot(self) -> dict[Running, int]:
-        """How many tokens of each prompt are run now: first each owner's part, then what others have left."""
+        """Return the tokens of each prompt to run now: each owner's part, then the rest."""
         begun = [running.owner for running in self._running if not running.ready]
         owners = list(dict.fromkeys([*begun, *self._queues]))  # of two who had the same, the one who came first
         self._shares.note(owners)
@@ -611,7 +611,7 @@ def _likeliest(known: _Logprobs, at_b: Sequence[int], k: int) -> tuple[torch.Ten
 def _scores(
     logits_BV: torch.Tensor, tokens_B: torch.Tensor, jobs: Sequence[tuple[Running, list[int]]]
 ) -> dict[int, tuple[Scores, slice]]:
-    """What is recorded of a step, for all jobs that are recorded at once."""
+    """Record a step for all jobs that ask for it, at once."""
     places: dict[int, slice] = {}
     rows: list[int] = []
     for number, (running, at_b) in enumerate(jobs):

@@ -170,7 +170,7 @@ class Shaper:
         return self._plan.changed(logits_BV, told)
 
     def _slot(self, row: Shaped) -> int:
-        """Where the tokens of a sample are kept; -1 if its request does not look back."""
+        """The slot of a sample's tokens; -1 if its request does not look back."""
         if not row.shape.looks_back:
             return -1
         slot = self._slots.get(row.sample)
@@ -198,7 +198,7 @@ class Shaper:
 
 
 class _Told(NamedTuple):
-    """What samples have said: tokens `[B, T]`, of which the first so many `[B, 1]` count."""
+    """Tokens of samples `[B, T]`, of which the first `[B, 1]` count."""
 
     tokens_BT: torch.Tensor
     lengths_B1: torch.Tensor
@@ -257,7 +257,7 @@ class _Plan:
         return changed_BV
 
     def _count(self, like_BV: torch.Tensor, told: _Told) -> torch.Tensor:
-        """How often each token was said; sums of ones, so that no order of them matters."""
+        """Count each token; sums of ones, so that their order does not matter."""
         places_T = torch.arange(told.tokens_BT.shape[1], device=like_BV.device)
         said_BT = (places_T < told.lengths_B1).to(like_BV.dtype)
         return torch.zeros_like(like_BV).scatter_add_(1, told.tokens_BT, said_BT)

@@ -104,7 +104,7 @@ def _buckets(top_SK: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What is known of the sampled targets of a micro-batch, on the device."""
+    """The sampled targets of a micro-batch, on the device."""
 
     drawn_S: torch.Tensor
     """Which of the wanted log-probabilities are theirs, and …"""

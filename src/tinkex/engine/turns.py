@@ -35,7 +35,7 @@ class Shares:
         return min(parties, key=self._had.__getitem__)
 
     def had(self, party: str) -> float:
-        """How much one of those that wait has had."""
+        """Return the share that a waiting owner has had."""
         return self._had[party]
 
     def charge(self, party: str, cost: float) -> None:

@@ -310,7 +310,7 @@ def _bearer(request: Request) -> str | None:
 
 @functools.lru_cache(64)
 def _is_here(place: str) -> bool:
-    """Whether a Host or Origin header names this machine."""
+    """Return whether a Host or Origin header names this machine."""
     try:
         parts = urlsplit(place if "//" in place else f"//{place}")
         return "@" not in parts.netloc and parts.hostname in LOOPBACK

@@ -107,7 +107,7 @@ def check(database: Path) -> None:
     """
     log = log_of(database)
     header = None
-    while log.exists():  # again when another process has begun it anew meanwhile
+    while log.exists():  # again when another process has begun it again meanwhile
         with FileIO(log) as file:
             before, header = header, _read(file, HEADER.size)
             if len(header) < HEADER.size or not any(header):
@@ -135,7 +135,7 @@ def _recorded(path: Path, salts: bytes) -> int:
 
 
 class RecordingLock:
-    """The lock of a database's connection; whoever changed and flushed something leaves a record of it."""
+    """The lock of a database's connection; each flushed change leaves a record of it."""
 
     def __init__(self, database: Path) -> None:
         self._lock, self._database = threading.Lock(), database

@@ -122,7 +122,7 @@ def signing_secret(data_dir: Path) -> bytes:
         write_durably(digest, computed)
     try:
         is_known = digest.read_bytes() == computed
-    except FileNotFoundError:  # another process has just made the secret, and begins with its digest anew
+    except FileNotFoundError:  # another process makes the secret now, and removed its digest
         is_known = True
     if not is_known:
         raise DataDirError(

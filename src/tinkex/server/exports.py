@@ -209,7 +209,7 @@ async def _download(state: State, request: Request) -> Response:
     if saved is None or not (saved.public or _mark(state.accounts, saved.owner) == reader):
         raise nothing_at(path)
     if _identity(saved) != identity:
-        raise Refusal(404, f"{path} has been saved anew since this address was made: ask for a new one")
+        raise Refusal(404, f"{path} has been saved again since this address was made: ask for a new one")
     pieces = await asyncio.to_thread(_pieces, saved, file)
     try:
         digest = await asyncio.to_thread(_digest, pieces)

@@ -202,7 +202,7 @@ async def finish_session(state: State, call: Call) -> Empty:
 
 
 class Capabilities(GetServerCapabilitiesResponse, frozen=True, kw_only=True):
-    """What this server offers, with a field that the protocol does not have."""
+    """The server's capabilities, with a field that the protocol does not have."""
 
     own_losses: dict[str, str]
     """Losses whose form is this server's own, though the protocol has their names, and how they are computed."""
@@ -343,7 +343,7 @@ async def forward_backward(state: State, call: Call) -> UntypedAPIFuture:
 
 
 def _is_known(state: State, call: Call) -> bool:
-    """Whether a request for a pass was taken before, so that it is only to be acknowledged again."""
+    """Return whether a pass was taken before and only needs its receipt again."""
     promise = state.promises.get(f"{call.request.model_id}:{call.request.seq_id}")
     return promise is not None and promise.digest == call.digest
 

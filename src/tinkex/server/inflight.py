@@ -19,13 +19,13 @@ from tinkex.types.checkpoints import SaveWeightsForSamplerRequest
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """What a target points to now."""
+    """The weights that a target points to."""
 
     target: str
     weights: str
     version: int
     directory: Path | None
-    """Where the weights can be loaded from, once they had to make room in memory."""
+    """The files of weights that had to make room in memory."""
 
 
 def _target(model_id: str) -> str:
@@ -37,7 +37,7 @@ def _weights(model_id: str, version: int) -> str:
 
 
 def cache_of(sampler: Sampler) -> str:
-    """The namespace of a session's cached prompts; a session that is made anew under its old id has another."""
+    """The namespace of a session's cached prompts; a session that is made again under its old id has another."""
     return f"{sampler.sampler_id}@{sampler.version}"
 
 

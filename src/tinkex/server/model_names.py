@@ -18,7 +18,7 @@ LONGEST = 1000
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """What a name stands for."""
+    """The model that a name stands for."""
 
     id: str
     base: BaseModel

@@ -14,12 +14,12 @@ OWNER = """
 
 
 async def is_own(state: State, owner: str, field: str, name: str) -> bool:
-    """Whether a thing is someone's own; of one that is not there nobody else is the owner either."""
+    """Return whether a thing is someone's own; an absent one has no other owner."""
     return await _owner(state, field, name) in (None, owner)
 
 
 async def _owner(state: State, field: str, name: str) -> str | None:
-    """Whose a thing is: its name begins with its session's, whose owner is remembered."""
+    """Return an object's owner: its name begins with its session's."""
     if field == "request_id" and name.startswith(f"{DIRECT}:"):  # of no session; it says itself who asked
         promise = state.promises.get(name)
         return None if promise is None else promise.owner

@@ -49,14 +49,14 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Session:
-    """What is kept of a session."""
+    """The recordings of a session."""
 
     directory: Path
     kept: dict[str, _Kept] = field(default_factory=dict)
     sizes: defaultdict[Path, int] = field(default_factory=lambda: defaultdict(int))
     """Bytes of each segment."""
     until: defaultdict[Path, float] = field(default_factory=lambda: defaultdict(float))
-    """When everything in a segment has expired."""
+    """The time at which everything in a segment has expired."""
     pins: dict[tuple[str, int], set[Path]] = field(default_factory=dict)
     """Segments that a pass in a journal needs, by its run and number."""
     loading: asyncio.Task[None] | None = None
@@ -68,7 +68,7 @@ class Remembered:
     """A sample that can be trained on."""
 
     prompt: int
-    """How many tokens its prompt had."""
+    """The number of tokens of its prompt."""
     length: int
     recording: Recording | None
     """Its recording, if that was asked for."""

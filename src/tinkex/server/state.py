@@ -146,7 +146,7 @@ class Call:
     """The body as it was sent."""
     content_type: str = codec.JSON
     encoding: str | None = None
-    """How the body is compressed, if it is."""
+    """The compression of the body, if any."""
     size: int = 0
     """Bytes of the body once it is expanded."""
     is_replayed: bool = False
@@ -337,7 +337,7 @@ class State:
         return model_id in self.runs or (name in self.left and (self.data_dir / "runs" / name).is_dir())
 
     def _has_sleeping_runs(self, session_id: str) -> bool:
-        """Whether an earlier life left runs of a session that have not been taken up: their passes are not known."""
+        """Return whether a session has runs of an earlier life that are not taken up."""
         prefix, awake = f"{file_name(session_id)}_train_", {file_name(model_id) for model_id in self.runs}
         sleeping = [name for name in self.left if name.startswith(prefix) and name not in awake]
         return any((self.data_dir / "runs" / name).is_dir() for name in sleeping)

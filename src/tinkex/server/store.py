@@ -130,7 +130,7 @@ class Run:
     user_metadata: dict[str, Any] = field(default_factory=dict)
     owner: str = LOCAL_OWNER
     base_digest: str = ""
-    """Which weights the base model had; empty when that is not known."""
+    """The digest of the base model's weights; empty when not known."""
 
 
 @dataclass(frozen=True, slots=True)

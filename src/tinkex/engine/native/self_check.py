@@ -27,7 +27,7 @@ PROMPTS = ((21, (1, 2)), (9, (3, 4)))
 
 
 def remembered(library: Library, path: Path, machine: bytes) -> bool:
-    """Whether rows agree: as was found before for this file and processor, or as is found now."""
+    """Return whether rows agree, as found before for this file and processor or now."""
     digest = hashlib.blake2b(path.read_bytes() + b"\0" + machine, digest_size=12).hexdigest()
     note = path.with_suffix(".checked")
     with suppress(OSError, ValueError):
@@ -41,7 +41,7 @@ def remembered(library: Library, path: Path, machine: bytes) -> bool:
 
 
 def rows_agree(library: Library) -> bool:
-    """Whether positions give the same logits one by one, all at once, and by several threads."""
+    """Check that positions give the same logits alone, together and by threads."""
     return _Trial(library).rows_agree() and _matrices_agree(library)
 
 
@@ -58,7 +58,7 @@ class _Trial:
         self._model = self._describe()
 
     def rows_agree(self) -> bool:
-        """Whether all logits have the same bits."""
+        """Return whether all logits have the same bits."""
         rows = [(at, table) for count, table in PROMPTS for at in range(count)]
         whole = self._logits(rows, 1)
         alone = np.concatenate([self._logits([row], 1, keeps=index > 0) for index, row in enumerate(rows)])
