@@ -6,6 +6,7 @@ import contextlib
 import json
 import struct
 import sys
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -804,3 +805,24 @@ def test_a_sample_made_of_lists_is_sent_like_one_made_of_arrays() -> None:
     assert (read.sequences[0].tokens, read.sequences[0].logprobs) == ([7, 8, 9], [-1.0, -2.0, -0.5])
     assert read.sequences[0].topk_logprobs == read.topk_prompt_logprobs == rows
     assert read.prompt_logprobs == [None, -0.5]
+
+
+def test_a_bomb_that_hides_its_size_takes_no_memory_to_refuse() -> None:
+    """Joining a large result would hold up all other threads."""
+    compressor = zstd.ZstdCompressor(1)
+    bomb = b"".join([*(compressor.compress(b" " * (1 << 20)) for _ in range(256)), compressor.flush()])
+    tracemalloc.start()
+    try:
+        with pytest.raises(codec.TooLarge, match="more than 134217728 bytes"):
+            codec.decompress(bomb, "zstd", 128 << 20)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_a_body_that_hides_its_size_and_is_cut_short_is_refused() -> None:
+    compressor = zstd.ZstdCompressor(1)
+    body = compressor.compress(b"x" * 100_000) + compressor.flush()
+    with pytest.raises(ValueError, match="truncated"):
+        codec.decompress(body[:-3], "zstd", 1 << 20)

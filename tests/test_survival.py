@@ -62,9 +62,10 @@ class Life:
     async def session(self, key: str | None = None) -> str:
         return str((await self.post("create_session", {"tags": [], "sdk_version": "0"}, key))["session_id"])
 
-    async def model(self) -> str:
-        body = {"session_id": await self.session(), "model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
-        return str((await self.run("create_model", body))["model_id"])
+    async def model(self, key: str | None = None) -> str:
+        session = await self.session(key)
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
+        return str((await self.run("create_model", body, key))["model_id"])
 
 
 @asynccontextmanager

@@ -31,6 +31,7 @@ PROTOBUF = "application/x-protobuf"
 BATCH = "application/x-tinkex-batch"
 """The answer to a batched poll with results in it: see `encode_batch`."""
 EVENT_STREAM = "text/event-stream"
+PIECE_BYTES = 1 << 16
 MAX_BODY = 1 << 30
 """Most bytes a compressed body may grow to, unless the caller says otherwise."""
 
@@ -166,6 +167,20 @@ def expanded_size(data: bytes, encoding: str | None) -> int | None:
         return 0  # decompressing it fails at once
 
 
+def _measure(data: bytes, limit: int) -> int:
+    """Count the bytes of a body that does not say how large it is, up to the limit.
+
+    It goes by pieces that are dropped: joining one large result would hold up all other threads.
+    """
+    decompressor = zstd.ZstdDecompressor()
+    size = len(decompressor.decompress(data, max_length=PIECE_BYTES))
+    while size <= limit and not decompressor.eof and not decompressor.needs_input:
+        size += len(decompressor.decompress(b"", max_length=PIECE_BYTES))
+    if size > limit:
+        raise TooLarge(f"the body takes more than {limit} bytes decompressed")
+    return size
+
+
 def decompress(data: bytes, encoding: str | None, limit: int = MAX_BODY) -> bytes:
     """Undo a Content-Encoding; the size is checked before memory is taken for it."""
     if not encoding or encoding == "identity":
@@ -174,14 +189,16 @@ def decompress(data: bytes, encoding: str | None, limit: int = MAX_BODY) -> byte
         raise ValueError(f"content encoding {encoding!r} is not supported; use zstd or none")
     try:
         size = zstd.get_frame_info(data).decompressed_size
-        if size is not None and size > limit:
+        if size is None:
+            size = _measure(data, limit)
+        elif size > limit:
             raise TooLarge(f"the body would take {size} bytes decompressed; the limit is {limit}")
         decompressor = zstd.ZstdDecompressor()
-        plain = decompressor.decompress(data, max_length=(limit if size is None else size) + 1)
+        plain = decompressor.decompress(data, max_length=size + 1)
     except zstd.ZstdError as error:
         raise ValueError(f"malformed zstd body: {error}") from None
-    if len(plain) > (limit if size is None else size):
-        raise TooLarge(f"the body takes more than {limit} bytes decompressed")
+    if len(plain) > size:
+        raise TooLarge(f"the body takes more than the {size} bytes that its frame names")
     if not decompressor.eof or decompressor.unused_data:
         raise ValueError("malformed zstd body: it is truncated, or more than one frame")
     return plain

@@ -73,6 +73,7 @@ def check_room(state: State, op: Operation, call: Call) -> str | None:
             paused = {"queue_state": "paused_capacity", "queue_state_reason": why}
             raise Refusal(429, why, headers={"Retry-After": "1"}, fields=paused)
         return why
+    check_held(state.meter.held[call.owner] + call.size, call.size, limits.held_bytes)
     unread, expected = state.meter.unread[call.owner], state.meter.expected[call.owner]
     if op.traffic == "sample" and unread + expected >= limits.unread_bytes:
         coming = f" and those of open requests may take {expected} more" if expected else ""
@@ -94,6 +95,17 @@ def check_room(state: State, op: Operation, call: Call) -> str | None:
                 "unload one, or finish its session"
             )
     return None
+
+
+def check_held(held: int, size: int, limit: int) -> None:
+    """Have a request sent again later if it and the others of its owner take too much memory; one alone may."""
+    if held > limit and held > size:
+        raise Refusal(
+            429,
+            f"{held - size} bytes of other requests arrive or have not ended, and the limit held_bytes of this server "
+            f"is {limit}; send this one again later",
+            headers={"Retry-After": "1"},
+        )
 
 
 def _journalled(state: State, model_id: str) -> int:

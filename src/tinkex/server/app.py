@@ -26,7 +26,7 @@ from tinkex.prometheus import CONTENT_TYPE
 from tinkex.protocol import HEALTHZ, OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
 from tinkex.server import bodies, description, openai, revival, uploads
 from tinkex.server.accounts import Account
-from tinkex.server.admission import check_ownership, check_room, fail_in_band
+from tinkex.server.admission import check_held, check_ownership, check_room, fail_in_band
 from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.data_dir import is_full_disk
 from tinkex.server.exports import download_route
@@ -338,7 +338,9 @@ async def _read(op: Operation, request: Request, state: State, account: Account)
     call.content_type = request.headers.get("content-type", codec.JSON)
     call.encoding = request.headers.get("content-encoding")
     limit, name = bodies.limit_of(op, call.content_type, state.limits.body_bytes)
-    call.body = await _body(request, limit, name, state.limits.body_seconds)
+    arriving = Arriving(state, account.owner)
+    with arriving:
+        call.body = await _body(request, limit, name, state.limits.body_seconds, arriving)
     try:
         await bodies.decode(state.expanding, op, call, limit)
     except bodies.Unreadable as error:
@@ -353,7 +355,28 @@ async def _read(op: Operation, request: Request, state: State, account: Account)
     return call
 
 
-async def _body(request: Request, limit: int, name: str, seconds: float) -> bytes:
+class Arriving:
+    """Counts the bytes of a body among those that its owner holds, until it has been read."""
+
+    def __init__(self, state: State, owner: str) -> None:
+        self._meter, self._owner, self._limit = state.meter, owner, state.limits.held_bytes
+        self._size = 0
+
+    def __enter__(self) -> None:
+        """Begin with nothing."""
+
+    def add(self, size: int) -> None:
+        """Count a piece, and refuse a large body when its owner holds too much."""
+        self._size += size
+        self._meter.held[self._owner] += size
+        if self._size > bodies.OFF_LOOP_BYTES:  # polls are small, and make room
+            check_held(self._meter.held[self._owner], self._size, self._limit)
+
+    def __exit__(self, *_: object) -> None:
+        self._meter.let_go(self._owner, self._size)
+
+
+async def _body(request: Request, limit: int, name: str, seconds: float, arriving: Arriving) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and (len(announced) > 18 or int(announced) > limit):
         raise Refusal(413, f"the body has {announced} bytes; the limit is {limit} ({name})")
@@ -373,6 +396,7 @@ async def _body(request: Request, limit: int, name: str, seconds: float) -> byte
         size += len(chunk)
         if size > limit:
             raise Refusal(413, f"the body has more than {limit} bytes, the limit {name}")
+        arriving.add(len(chunk))
         chunks.append(chunk)
 
 

@@ -70,6 +70,7 @@ class Limits:
     inline_bytes: int = _limit(64 << 20, "Most that one batched poll brings along.")
     poll_seconds: float = _limit(25.0, "How long a poll is held when there is no result yet.")
     quiet_seconds: float = _limit(10.0, "How long a stream says nothing before it says that it waits.")
+    held_bytes: int = _limit(4 << 30, "Most bytes of an owner's requests that arrive or have not ended.")
     gap_seconds: float = _limit(3600.0, "How long a missing request holds up those after it.")
     gap_bytes: int = _limit(256 << 20, "Most bytes of a run's requests that wait for a missing one.")
     journal_bytes: int = _limit(16 << 30, "Most bytes of a run's requests on disk since its last state.")

@@ -106,12 +106,20 @@ class Meter:
         """Bytes of results that wait to be read, by owner …"""
         self.expected: Counter[str] = Counter()
         """… and the most that the samples may give which have been taken and have not ended."""
+        self.held: Counter[str] = Counter()
+        """Bytes of requests that arrive or have not ended, by owner."""
         self.creating: Counter[str] = Counter()
         """Runs on their way, by owner."""
 
     def open_of(self, owner: str) -> int:
         """How many operations of an owner have not ended."""
         return sum(count for (whose, _), count in self.open.items() if whose == owner)
+
+    def let_go(self, owner: str, size: int) -> None:
+        """Count bytes of a request no longer as held."""
+        self.held[owner] -= size
+        if self.held[owner] <= 0:
+            del self.held[owner]
 
     def was_read(self, owner: str, waiting: int) -> None:
         """Count a result of so many bytes no longer as unread."""
@@ -213,6 +221,8 @@ class Watch:
     creates: bool
     began: float
     bound: int
+    size: int
+    """Bytes of the request, once it is expanded."""
     before: Any
 
     def __call__(self, promise: Promise) -> None:
@@ -227,6 +237,7 @@ class Watch:
         meter, result = self.meter, promise.result
         meter.open[self.owner, self.operation] -= 1
         meter.expected[self.owner] -= self.bound
+        meter.let_go(self.owner, self.size)
         if waiting := size_of(result):
             meter.unread[self.owner] += waiting
             promise.on_read = functools.partial(meter.was_read, self.owner, waiting)
@@ -264,10 +275,12 @@ def watch(state: State, operation: str, call: Call, request_id: str) -> None:
         creates,
         time.time(),
         bound,
+        call.size,
         promise.on_settled,
     )
     meter.open[call.owner, operation] += 1
     meter.expected[call.owner] += bound
+    meter.held[call.owner] += call.size
     if creates:
         meter.creating[call.owner] += 1
 
