@@ -31,7 +31,7 @@ from tinkex import (
     tokenizers,
     types,
 )
-from tinkex.config import mask_api_key
+from tinkex.client.settings.config import mask_api_key
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 ASSETS = Path(__file__).parent / "assets"

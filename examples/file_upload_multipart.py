@@ -10,8 +10,9 @@ from pathlib import Path
 
 import common
 
-from tinkex import HttpClient, uploads
-from tinkex.transforms import transform
+from tinkex import HttpClient
+from tinkex.client.http import multipart
+from tinkex.wire.json_values import transform
 
 FILE = Path(common.text("TINKER_UPLOAD_FILE", str(common.ASSETS / "sample_upload.bin")))
 NOTE = common.text("TINKER_UPLOAD_NOTE", "an upload from the examples")
@@ -30,7 +31,7 @@ def main() -> None:
     print(fields)
 
     common.section("3. Flatten: nested fields get bracketed names")
-    content_type, body = uploads.multipart(fields, {"file": FILE})
+    content_type, body = multipart.multipart(fields, {"file": FILE})
     names = re.findall(rb'form-data; name="([^"]+)"', body)
     print(", ".join(name.decode() for name in names))
     common.proof(

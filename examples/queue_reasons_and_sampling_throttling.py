@@ -14,8 +14,8 @@ from typing import Any
 import common
 
 from tinkex import ModelInput, SamplingParams, ServiceClient, events
-from tinkex.limits import DispatchGate
-from tinkex.queue_states import QueueStateLogger, QueueStateTracker
+from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker
+from tinkex.client.http.limits import DispatchGate
 from tinkex.types import QueueState
 
 PROMPT = common.text("TINKER_PROMPT", "Hello from throttling + queue reasons!")

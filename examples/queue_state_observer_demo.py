@@ -15,7 +15,7 @@ from typing import Any
 import common
 
 from tinkex import ModelInput, SamplingParams, ServiceClient, events
-from tinkex.queue_states import Observer, QueueStateLogger, QueueStateTracker
+from tinkex.client.futures.queue_states import Observer, QueueStateLogger, QueueStateTracker
 from tinkex.types import QueueState
 
 MODES = ("builtin", "custom", "telemetry")

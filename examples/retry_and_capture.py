@@ -11,7 +11,7 @@ from typing import Any
 import common
 
 from tinkex import HttpClient, InternalServerError, RetryConfig, events, telemetry, types
-from tinkex.retries import RetryHandler
+from tinkex.client.http.retry import RetryHandler
 
 RETRIES = [events.RETRY_START, events.RETRY_RETRY, events.RETRY_STOP, events.RETRY_FAILED]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from support import pass_json, sample_json, step_json
 from test_survival import Life, life
-from tinkex.server import submission
-from tinkex.server.accounts import create_key
-from tinkex.server.data_dir import make_directory
-from tinkex.server.store import DATABASE, Store
+from tinkex.server.access.accounts import create_key
+from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.files.data_dir import make_directory
+from tinkex.server.runs import admission
 
 OWNERS = ("ada", "bob")
 Hear = Callable[[dict[str, Any]], None]
@@ -152,7 +152,7 @@ async def live(server: Life, owners: dict[str, Owner], hear: Hear) -> None:
 
 
 def write_states_often() -> None:
-    submission.STATE_OPERATIONS, submission.STATE_REST = 4, 0
+    admission.STATE_OPERATIONS, admission.STATE_REST = 4, 0
 
 
 async def loaded(server: Life, owner: Owner, path: str) -> Any:

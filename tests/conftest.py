@@ -18,7 +18,7 @@ from support import MODEL, serving
 
 if TYPE_CHECKING:
     from tinkex import ServiceClient
-    from tinkex.engine import Engine
+    from tinkex.engine.api import Engine
 
 
 def _own_places() -> None:
@@ -94,7 +94,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server over the small model; shared, since sessions are independent of each other."""
-    from tinkex.engine.torch_engine import TorchEngine
+    from tinkex.engine.torch.engine import TorchEngine
     from tinkex.local import publish_tokenizers
 
     engine = TorchEngine({MODEL: model_dir})

@@ -134,19 +134,19 @@ def main() -> None:
     kind, _, number = sys.argv[3].partition(":")
     cuts = Cuts(int(number), random.Random(int(sys.argv[4])))
     from tinkex.cli.serve import run_app
-    from tinkex.engine import Engine
-    from tinkex.server import submission
+    from tinkex.engine.api import Engine
     from tinkex.server.app import create_app
+    from tinkex.server.runs import admission
     from tinkex.server.state import Limits
 
-    submission.STATE_OPERATIONS, submission.STATE_REST = 5, 0
+    admission.STATE_OPERATIONS, admission.STATE_REST = 5, 0
     engine: Engine
     if len(sys.argv) > 5:
-        from tinkex.engine import weights
-        from tinkex.engine.torch_engine import TorchEngine
+        from tinkex.engine.torch import model_files
+        from tinkex.engine.torch.engine import TorchEngine
 
         if kind == "write":
-            vars(weights)["save_file"] = cutting(cuts, vars(weights)["save_file"])
+            vars(model_files)["save_file"] = cutting(cuts, vars(model_files)["save_file"])
         engine = TorchEngine({"test/small": Path(sys.argv[5])})
     else:
         from tinkex.engine.fake import FakeEngine

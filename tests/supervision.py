@@ -22,9 +22,9 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from tinkex.server.journal import read_records
-from tinkex.server.seals import SEAL
-from tinkex.server.store import DATABASE
+from tinkex.server.database.store import DATABASE
+from tinkex.server.files.seals import SEAL
+from tinkex.server.runs.journal import read_records
 
 PROGRAM = Path(__file__).parent / "crashing_server.py"
 LOOP = Path(__file__).parent / "crash_loop.py"

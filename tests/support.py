@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 if TYPE_CHECKING:
-    from tinkex.engine import Engine
+    from tinkex.engine.api import Engine
 
 MODEL = "test/small"
 T = TypeVar("T")

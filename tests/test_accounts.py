@@ -21,16 +21,16 @@ import pytest
 
 import tinkex
 from support import Heard, Keyed, Wire, pass_json, sample_json, serving, step_json
-from tinkex import protocol
+from tinkex.client.rest import RestClient
 from tinkex.engine.fake import FakeEngine
-from tinkex.protocol import OPERATIONS, Operation
-from tinkex.rest import RestClient
-from tinkex.server import accounts
-from tinkex.server.accounts import Accounts, create_key, has_keys, list_keys, revoke_key
-from tinkex.server.data_dir import KEYED_FILE, SECRET_FILE, DataDirError
-from tinkex.server.handlers import HANDLERS
+from tinkex.server.access import accounts
+from tinkex.server.access.accounts import Accounts, create_key, has_keys, list_keys, revoke_key
+from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.files.data_dir import KEYED_FILE, SECRET_FILE, DataDirError
+from tinkex.server.routes.handlers import HANDLERS
 from tinkex.server.state import Limits
-from tinkex.server.store import DATABASE, Store
+from tinkex.wire import protocol
+from tinkex.wire.protocol import OPERATIONS, Operation
 
 
 @pytest.fixture

@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 
 from support import Wire, pass_json, sample_json, serving, step_json, wait_until
-from tinkex import codec
-from tinkex.engine import EngineError
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server import completions, handlers
 from tinkex.server.app import create_app
-from tinkex.server.promises import KEEP_READ, Log, Promises
-from tinkex.server.scheduler import Worker
+from tinkex.server.routes import batch_poll, handlers
+from tinkex.server.runs.promises import KEEP_READ, Log, Promises
+from tinkex.server.runs.scheduler import Worker
 from tinkex.server.state import Limits, State
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.sessions import FuturesRetrieveResponse, RequestFailedResponse
+from tinkex.wire import codec
 
 CLONE = 1_000_000_000
 HANDLERS_CONFIG = handlers.client_config
@@ -50,7 +50,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Wire]]:
 @pytest.fixture(autouse=True)
 def _from_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cursors that can be read: as if this were the first microsecond of all."""
-    monkeypatch.setattr("tinkex.server.promises.first_cursor", lambda: 0)
+    monkeypatch.setattr("tinkex.server.runs.promises.first_cursor", lambda: 0)
 
 
 @pytest.fixture
@@ -473,7 +473,7 @@ class Clock:
 def test_logs_end_with_their_sessions_and_results_with_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         clock = Clock()
-        monkeypatch.setattr("tinkex.server.promises.time.monotonic", lambda: clock.now)
+        monkeypatch.setattr("tinkex.server.runs.promises.time.monotonic", lambda: clock.now)
         promises = clock.promises
         used, idle = ("s:sample:0", 0), ("s:sample:0", 1)
         for target in (used, idle):
@@ -505,7 +505,7 @@ def test_logs_end_with_their_sessions_and_results_with_their_time(monkeypatch: p
 def test_a_result_that_expires_leaves_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         clock = Clock()
-        monkeypatch.setattr("tinkex.server.promises.time.monotonic", lambda: clock.now)
+        monkeypatch.setattr("tinkex.server.runs.promises.time.monotonic", lambda: clock.now)
         clock.promises.open_log(("x", 0), "s")
         promise = clock.promises.add("x:0", b"", "s", ("x", 0))
         promise.settle(1)
@@ -833,7 +833,7 @@ def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
         return answer.model_copy(update={"sample_use_retrieve_futures": True})
 
     clones, cancelled = set[int](), list[str]()
-    real_poll, real_cancel = completions.poll, handlers.cancel_future
+    real_poll, real_cancel = batch_poll.poll, handlers.cancel_future
 
     freed, unheld = set[str](), list[float]()
 

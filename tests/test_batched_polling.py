@@ -21,13 +21,15 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving, settled, wait_until
-from tinkex import LocalBackend, ModelInput, SamplingClient, SamplingParams, ServiceClient, codec, events, pollers
+from tinkex import LocalBackend, ModelInput, SamplingClient, SamplingParams, ServiceClient, events
+from tinkex.client.futures import batch_polling
+from tinkex.client.futures.api_future import Future, start
+from tinkex.client.http.transport import Reply, StreamReply
 from tinkex.engine.fake import FakeEngine
-from tinkex.futures import Future, start
 from tinkex.server.state import Limits
-from tinkex.transport import Reply, StreamReply
 from tinkex.types.sampling import SampledSequence, SampleResponse
 from tinkex.types.sessions import FutureCompletion, FutureFinished, FuturesRetrieveResponse
+from tinkex.wire import codec
 
 PROMPT = ModelInput.from_ints([1, 2, 3])
 PARAMS = SamplingParams(max_tokens=3, seed=1)
@@ -278,7 +280,7 @@ def test_when_a_poll_fails_every_sample_is_polled_for_by_itself(faulty: FaultySe
 def test_a_server_without_the_endpoint_is_never_asked_again(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, status: int, again: bool
 ) -> None:
-    monkeypatch.setattr(pollers, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(batch_polling, "REST_SECONDS", 0.0)
     samples = Samples(faulty)
     faulty.script("retrieve_futures", Answer(status, {"detail": "no"}), samples.poll)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
@@ -290,7 +292,7 @@ def test_a_server_without_the_endpoint_is_never_asked_again(
 
 
 def test_a_cursor_of_an_earlier_life_is_given_up(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pollers, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(batch_polling, "REST_SECONDS", 0.0)
     samples = Samples(faulty)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
         sampler = service.create_sampling_client(base_model="m").result()
@@ -349,7 +351,7 @@ def test_what_nobody_will_ask_for_is_dropped_even_while_others_are_submitted(sam
     """A stream of samples never has a moment without a submission; what cancelled ones left must go all the same."""
 
     async def run() -> list[int]:
-        poller = pollers.BatchPoller(sampler._session.transport, "x", 0, inline=True)
+        poller = batch_polling.BatchPoller(sampler._session.transport, "x", 0, inline=True)
         sizes, last = [], poller.begin()
         for number in range(50):
             following = poller.begin()
@@ -400,7 +402,7 @@ def test_a_poll_that_never_speaks_of_a_sample_does_not_lose_it(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     """A server that was restarted before the first cursor cannot be told from one that has nothing to say."""
-    monkeypatch.setattr(pollers, "DOUBT_SECONDS", 0.2)
+    monkeypatch.setattr(batch_polling, "DOUBT_SECONDS", 0.2)
     samples = Samples(faulty)
     faulty.script("retrieve_futures", Answer(body={"completions": [], "cursor": 0}, delay=0.05))
     if answer == "gone":
@@ -410,8 +412,8 @@ def test_a_poll_that_never_speaks_of_a_sample_does_not_lose_it(
         sampler = service.create_sampling_client(
             base_model="m", retry_config=tinkex.RetryConfig(retry_delay_base=0.01)
         ).result()
-        futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(pollers.DOUBTED + 4)]
-        assert len(tokens(futures)) == pollers.DOUBTED + 4
+        futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(batch_polling.DOUBTED + 4)]
+        assert len(tokens(futures)) == batch_polling.DOUBTED + 4
         assert left_behind(sampler) == {}
 
 
@@ -419,8 +421,8 @@ def test_few_are_asked_for_by_themselves_while_the_poll_is_right(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples that take long cost a few requests more, not two each."""
-    monkeypatch.setattr(pollers, "DOUBT_SECONDS", 0.3)
-    monkeypatch.setattr(pollers, "DOUBTED", 2)
+    monkeypatch.setattr(batch_polling, "DOUBT_SECONDS", 0.3)
+    monkeypatch.setattr(batch_polling, "DOUBTED", 2)
     samples = Samples(faulty)
     faulty.script("retrieve_futures", Answer(body={"completions": [], "cursor": 0}, delay=0.1))
     faulty.script("retrieve_future", Answer(408, {"queue_state": "active"}, delay=60))
@@ -547,7 +549,7 @@ def test_end_of_a_session_acknowledges_what_came(faulty: FaultyServer, how: str)
 def test_closing_does_not_wait_long_for_an_acknowledgement(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pollers, "LAST_ACK_SECONDS", 0.2)
+    monkeypatch.setattr(batch_polling, "LAST_ACK_SECONDS", 0.2)
     samples = official(faulty)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
         sampler = service.create_sampling_client(base_model="m").result()

@@ -27,9 +27,9 @@ from support import pass_json, sample_json
 from test_power_loss import saved
 from test_sampling_records import datum
 from test_survival import Life, killed, life
-from tinkex.server import submission
-from tinkex.server.accounts import list_keys
-from tinkex.server.data_dir import DataDirError
+from tinkex.server.access.accounts import list_keys
+from tinkex.server.files.data_dir import DataDirError
+from tinkex.server.runs import admission
 
 FLIPS = 500
 CHANGING = ("last_request_time", "updated_at", "corrupted", "loaded")
@@ -183,8 +183,8 @@ def test_flipped_bit_never_gives_another_number_silently(
 ) -> None:
     seed = int(os.environ.get("CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
     count = int(os.environ.get("FLIPS") or FLIPS)
-    monkeypatch.setattr(submission, "STATE_OPERATIONS", submission.STATE_OPERATIONS)
-    monkeypatch.setattr(submission, "STATE_REST", submission.STATE_REST)
+    monkeypatch.setattr(admission, "STATE_OPERATIONS", admission.STATE_OPERATIONS)
+    monkeypatch.setattr(admission, "STATE_REST", admission.STATE_REST)
     write_states_often()
     rng = random.Random(seed)
     owners, images = asyncio.run(busy_images(tmp_path))

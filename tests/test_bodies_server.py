@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from support import Wire, pass_json, serving, step_json
-from tinkex import codec
 from tinkex.engine.fake import FakeEngine
-from tinkex.server import bodies, journal
+from tinkex.server.access import bodies
+from tinkex.server.runs import journal
 from tinkex.server.state import Call, Limits
+from tinkex.wire import codec
 
 if sys.version_info >= (3, 14):
     from compression import zstd

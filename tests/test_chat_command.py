@@ -17,14 +17,14 @@ from click.testing import CliRunner, Result
 import tinkex
 from support import MODEL
 from tinkex import LocalBackend, ServiceClient, types
-from tinkex.chats import AnswerText, ChatFormat
 from tinkex.cli import chat as command
 from tinkex.cli.chat import Chat, CommandError
 from tinkex.cli.main import cli
-from tinkex.engine import BaseModel
+from tinkex.client.futures.streams import SampleStream
+from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine
-from tinkex.streams import SampleStream
-from tinkex.supervised import read_examples
+from tinkex.finetune import read_examples
+from tinkex.text.chat_format import AnswerText, ChatFormat
 from tinkex.tokenizers import Tokenizer, load_tokenizer
 
 TINY = "tinkex/tiny"

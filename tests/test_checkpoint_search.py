@@ -13,10 +13,10 @@ import pytest
 import tinkex
 from faulty import Answer, faulty_server
 from support import Wire, serving
-from tinkex.engine import BaseModel
+from tinkex.client.rest import RestClient
+from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine
-from tinkex.rest import RestClient
-from tinkex.server.store import DATABASE
+from tinkex.server.database.store import DATABASE
 from tinkex.types import Checkpoint, CheckpointSearchCursor, CheckpointSearchRequest, UserSearchOwner
 
 BASES = tuple(BaseModel(name, context_length=512, vocab_size=128, arch="fake") for name in ("fake", "other"))

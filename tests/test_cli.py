@@ -26,8 +26,8 @@ import tinkex
 from support import MODEL, Keyed, Wire, listening, sample_json, wait_until
 from tinkex.cli import run
 from tinkex.cli.main import cli, main
+from tinkex.server.database.store import LOCAL_OWNER
 from tinkex.server.state import Limits
-from tinkex.server.store import LOCAL_OWNER
 
 
 def command() -> list[str]:
@@ -99,7 +99,17 @@ def test_the_package_can_be_run_as_a_module() -> None:
     assert json.loads(shown.stdout)["version"] == tinkex.__version__
 
 
-HEAVY = {"aiohttp", "asyncio", "msgspec", "numpy", "rich", "sqlite3", "starlette", "tinkex.config", "torch"}
+HEAVY = {
+    "aiohttp",
+    "asyncio",
+    "msgspec",
+    "numpy",
+    "rich",
+    "sqlite3",
+    "starlette",
+    "tinkex.client.settings.config",
+    "torch",
+}
 LOADED = """
 import atexit, sys
 from tinkex.cli.main import main
@@ -517,7 +527,7 @@ def test_the_engine_computes_where_the_options_say(
         raise tinkex.ConfigurationError(f"asked for {(device, dtype)}")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    monkeypatch.setattr("tinkex.engine.torch_engine.TorchEngine", note)
+    monkeypatch.setattr("tinkex.engine.torch.engine.TorchEngine", note)
     assert f"asked for {made}" in inside("serve", "--port", "0", *arguments)
 
 

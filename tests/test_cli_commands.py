@@ -23,10 +23,10 @@ from support import Wire, serving
 from tinkex.cli import run
 from tinkex.cli.main import COMMANDS, cli, main
 from tinkex.cli.options import Connection
+from tinkex.cli.outcomes import Result
 from tinkex.cli.output import size
-from tinkex.cli.results import Result
-from tinkex.config import HOSTED_URL
-from tinkex.engine import BaseModel
+from tinkex.client.settings.config import HOSTED_URL
+from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine
 
 MODEL = "tinkex/tiny"  # its tokenizer is bundled, so that text can be sampled without its weights

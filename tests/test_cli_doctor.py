@@ -19,7 +19,7 @@ import tinkex
 from faulty import Answer, FaultyServer, faulty_server
 from tinkex.cli import doctor, run
 from tinkex.cli.doctor import Finding
-from tinkex.server.data_dir import Lock
+from tinkex.server.files.data_dir import Lock
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tinkex.cli import output, progress
+from tinkex.cli.outcomes import CommandError
 from tinkex.cli.output import Column, expiry, lora, print_fields, print_table, printable, size, status, when, write_file
 from tinkex.cli.progress import fetch_pages, remaining, transfer
-from tinkex.cli.results import CommandError
 from tinkex.cli.terminal import plain_console
 from tinkex.types.checkpoints import Cursor
 

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tinkex import codec, protobuf, protocol, types
+from tinkex import types
 from tinkex.types.record import from_json, to_json
+from tinkex.wire import codec, protobuf, protocol
 
 if sys.version_info >= (3, 14):
     from compression import zstd

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tinkex.server import commit_log
-from tinkex.server.data_dir import DataDirError
-from tinkex.server.store import DATABASE, Store
+from tinkex.server.database import commit_log
+from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.files.data_dir import DataDirError
 
 
 @pytest.fixture

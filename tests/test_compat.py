@@ -198,7 +198,7 @@ def test_it_comes_too_late_when_tinker_is_there() -> None:
 
 
 def test_a_version_of_tinker_is_installed(compat: ModuleType, tmp_path: Path) -> None:
-    from tinkex.protocol import PROTOCOL_VERSION
+    from tinkex.wire.protocol import PROTOCOL_VERSION
 
     assert importlib.metadata.version("tinker") == PROTOCOL_VERSION
     assert importlib.metadata.metadata("Tinker")["Summary"] == "tinkex under the name of tinker"
@@ -242,7 +242,7 @@ def run_compat(*arguments: str, **environment: str) -> subprocess.CompletedProce
 def test_a_program_and_what_it_starts_run_on_tinkex(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     done = run_compat(str(tmp_path / "program.py"), "a", "--b")
-    assert done.stdout == "tinkex.service tinkex.types.inputs ['a', '--b']\n", done.stderr
+    assert done.stdout == "tinkex.client.service tinkex.types.inputs ['a', '--b']\n", done.stderr
     assert done.returncode == 5
 
 

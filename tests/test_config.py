@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tinkex import Config, ConfigurationError, RecoveryPolicy, ServiceClient
-from tinkex import config as module
-from tinkex.config import HOSTED_URL, POOL_SIZES, configure, poll_delay
+from tinkex.client.settings import config as module
+from tinkex.client.settings.config import HOSTED_URL, POOL_SIZES, configure, poll_delay
 
 HERE: dict[str, Any] = {"base_url": "http://localhost:1"}
 
@@ -443,7 +443,7 @@ def test_what_is_no_client_is_refused_when_it_is_needed(client: Any) -> None:
 LOGGING = """
 import logging, sys
 import tinkex
-from tinkex.config import Config, configure
+from tinkex.client.settings.config import Config, configure
 logger = logging.getLogger("tinkex")
 exec(sys.argv[1])
 Config.resolve(base_url="local", log_level="error")

@@ -15,8 +15,8 @@ import pytest
 
 from support import Wire, listening, wait_until
 from tinkex.engine.fake import FakeEngine
+from tinkex.server.access.connections import OTHER_FILES, RESERVE, Doors, guarded
 from tinkex.server.app import create_app
-from tinkex.server.connections import OTHER_FILES, RESERVE, Doors, guarded
 from tinkex.server.state import Limits
 
 HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -15,8 +15,8 @@ import tinkex
 from faulty import Answer, FaultyServer, faulty_server
 from support import Wire, serving
 from tinkex import ModelInput, SamplingParams, ServiceClient
+from tinkex.client.http.retry import RetryConfig
 from tinkex.engine.fake import FakeEngine
-from tinkex.retries import RetryConfig
 
 PROMPT = ModelInput.from_ints([1, 2, 3])
 PARAMS = SamplingParams(max_tokens=4, seed=5)

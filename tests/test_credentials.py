@@ -20,10 +20,11 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import wait_until
-from tinkex import Config, ConfigurationError, HttpClient, ServiceClient, codec, protocol
-from tinkex.config import configure, mask_api_key
-from tinkex.credentials import NO_HOPE, RENEW_AGAIN, RENEW_NOW, Token, claims, rejects_token, stored_key
+from tinkex import Config, ConfigurationError, HttpClient, ServiceClient
+from tinkex.client.settings.config import configure, mask_api_key
+from tinkex.client.settings.credentials import NO_HOPE, RENEW_AGAIN, RENEW_NOW, Token, claims, rejects_token, stored_key
 from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.wire import codec, protocol
 
 
 def token(expires: float, **extra: Any) -> str:

@@ -21,10 +21,11 @@ import torch
 import tinkex
 from support import serving, wait_until
 from tinkex import ServiceClient, TrainingClient, types
-from tinkex.client import custom_losses
-from tinkex.engine import EngineError
+from tinkex.client.losses import custom_passes
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server import handlers, submission
+from tinkex.server.routes import handlers
+from tinkex.server.runs import admission
 from tinkex.server.state import Limits, Refusal
 
 STEP = types.AdamParams(learning_rate=0.1)
@@ -80,7 +81,7 @@ class Log:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    made, original = Log(), submission.enqueue
+    made, original = Log(), admission.enqueue
 
     async def enqueue(state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any) -> Any:
         made.numbers.append(seq_id)
@@ -171,7 +172,7 @@ def test_several_custom_passes_and_steps_are_in_flight_at_once(client: TrainingC
 def test_the_backward_passes_keep_the_chunks_of_the_forward_passes(client: TrainingClient, log: Log) -> None:
     """Integer weights of eight bytes are sent forward, those of a gradient have four."""
     data = [datum(1, 2, 3, weights=types.TensorData.from_numpy(np.ones(3, np.int64))) for _ in range(6)]
-    prepared = tinkex.losses.forward_data(data)
+    prepared = tinkex.client.losses.caller_losses.forward_data(data)
     configure(client, fwdbwd_max_chunk_bytes_count=2 * prepared[0].nbytes)
     client.forward_backward_custom(data, doubled).result(20)
     assert log.sizes == [(True, 2)] * 3 + [(False, 2)] * 3
@@ -509,7 +510,7 @@ def test_a_resilient_client_keeps_refusing_after_its_run_was_made_anew(url: str)
 
 
 def test_a_forked_child_has_a_thread_for_losses_of_its_own() -> None:
-    before = custom_losses._thread
-    custom_losses._forget()
-    assert custom_losses._thread is not before
-    assert custom_losses._thread._thread is None
+    before = custom_passes._thread
+    custom_passes._forget()
+    assert custom_passes._thread is not before
+    assert custom_passes._thread._thread is None

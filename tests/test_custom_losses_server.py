@@ -17,17 +17,17 @@ import torch
 import tinkex
 from support import MODEL, Wire, pass_json, serving, step_json
 from tinkex import ServiceClient, TensorData, types
-from tinkex.engine import PassDone
+from tinkex.client.losses.loss_graphs import create_request, trace
+from tinkex.engine.api import PassDone
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.torch_engine import TorchEngine
-from tinkex.loss_graphs import create_request, trace
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from traced_losses import EXAMPLES, Example
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tinkex.loss_graphs import LossHandle
+    from tinkex.client.losses.loss_graphs import LossHandle
 
 
 class Recording(TorchEngine):

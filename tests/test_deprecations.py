@@ -12,8 +12,8 @@ import pytest
 
 from support import is_coroutine_function
 from tinkex import AdminClient, APIFuture, RestClient, SamplingClient, ServiceClient, TrainingClient, types
-from tinkex.client.deprecations import deprecated, twin, value_twin
-from tinkex.futures import Future
+from tinkex.client.futures.api_future import Future
+from tinkex.client.futures.twins import deprecated, twin, value_twin
 
 DATA = [types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})]
 PROMPT = types.ModelInput.from_ints([1, 2, 3])

@@ -13,15 +13,15 @@ import pytest
 from starlette.routing import Route
 
 from support import serving
-from tinkex import codec
 from tinkex.engine.fake import FakeEngine
-from tinkex.protocol import OPERATIONS, PREFIX
 from tinkex.server.app import create_app
-from tinkex.server.description import PATH, WIRED, describe
+from tinkex.server.routes.openapi import PATH, WIRED, describe
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.record import Record, from_builtins, to_builtins
 from tinkex.types.tensors import TensorData
 from tinkex.types.training import ForwardBackwardOutput
+from tinkex.wire import codec
+from tinkex.wire.protocol import OPERATIONS, PREFIX
 
 SERVED = frozenset(op.name for op in OPERATIONS)
 TYPES = {"string", "integer", "number", "boolean", "null", "array", "object"}

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 import tinkex
-import tinkex.transport
+import tinkex.client.http.transport
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving, wait_until
-from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient, TrainingClient, codec, types
+from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient, TrainingClient, types
 from tinkex.engine.fake import FakeEngine
+from tinkex.wire import codec
 
 DATA = [Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4]}) for _ in range(3)]
 PROMPT = ModelInput.from_ints([5, 6, 7])
@@ -421,14 +422,14 @@ def test_a_chunk_that_was_read_shows_that_another_was_refused_for_what_it_says(u
 
 def test_our_own_server_never_gets_a_pass_in_the_older_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
-    send = tinkex.transport.HttpExchange.send
+    send = tinkex.client.http.transport.HttpExchange.send
 
     async def watched(self: Any, method: str, path: str, headers: Any, *rest: Any, **named: Any) -> Any:
         if path.endswith(("/forward", "/forward_backward")):
             sent.append(headers["Content-Type"])
         return await send(self, method, path, headers, *rest, **named)
 
-    monkeypatch.setattr("tinkex.transport.HttpExchange.send", watched)
+    monkeypatch.setattr("tinkex.client.http.transport.HttpExchange.send", watched)
     with serving(FakeEngine(), tmp_path) as url, ServiceClient(base_url=url) as service:
         client = service.create_lora_training_client("fake", rank=2).result()
         misnumbered = TrainingClient(service.holder, 0, client.model_id, first_seq_id=-1)

@@ -33,18 +33,18 @@ MODULES = [
     "adapters.peft",
     "adapters.platforms",
     "auth",
-    "config",
-    "downloads",
+    "client.settings.config",
+    "hub.downloads",
     "errors",
     "events",
-    "futures",
-    "http",
-    "huggingface",
+    "client.futures.api_future",
+    "client.http.http_client",
+    "hub.pushes",
     "local",
-    "loss_graphs",
+    "client.losses.loss_graphs",
     "metrics",
-    "recovery",
-    "recovery_policies",
+    "recovery.monitor",
+    "recovery.policies",
     "regularizers.divergences",
     "regularizers.execution",
     "regularizers.gradients",
@@ -52,16 +52,16 @@ MODULES = [
     "regularizers.penalties",
     "regularizers.pipeline",
     "regularizers.specs",
-    "resilience",
-    "responses",
-    "rest",
-    "retries",
-    "sampling",
-    "service",
+    "recovery.resilient",
+    "client.http.responses",
+    "client.rest",
+    "client.http.retry",
+    "client.sampling_client",
+    "client.service",
     "telemetry",
     "tokenizers",
-    "training",
-    "transforms",
+    "client.training_client",
+    "wire.json_values",
     "types.account",
     "types.checkpoints",
     "types.custom_losses",
@@ -81,18 +81,18 @@ WITH_SECTIONS = [
     *(f"tinkex:{name}" for name in tinkex.__all__),
     "tinkex.errors:error_for",
     "tinkex.errors:is_retryable",
-    "tinkex.config:maybe_set_level",
-    "tinkex.config:mask_api_key",
-    "tinkex.config:poll_delay",
+    "tinkex.client.settings.config:maybe_set_level",
+    "tinkex.client.settings.config:mask_api_key",
+    "tinkex.client.settings.config:poll_delay",
     "tinkex.local:default_data_dir",
     "tinkex.local:make_engine",
     "tinkex.local:resolve_models",
-    "tinkex.recovery:Executor",
-    "tinkex.recovery:Monitor",
-    "tinkex.recovery:best_checkpoint",
-    "tinkex.recovery:metric_of",
-    "tinkex.recovery:select_checkpoint",
-    "tinkex.recovery_policies:metrics_metadata",
+    "tinkex.recovery.monitor:Executor",
+    "tinkex.recovery.monitor:Monitor",
+    "tinkex.recovery.monitor:best_checkpoint",
+    "tinkex.recovery.monitor:metric_of",
+    "tinkex.recovery.monitor:select_checkpoint",
+    "tinkex.recovery.policies:metrics_metadata",
     "tinkex.tokenizers:Tokenizer",
     "tinkex.tokenizers:decode",
     "tinkex.tokenizers:encode",
@@ -126,7 +126,7 @@ WITH_SECTIONS = [
 
 SKIPPED = {
     "src/tinkex/adapters/peft.py": (1, "loading a model with peft takes seconds"),
-    "src/tinkex/http.py": (1, "the server has nothing that sends events in answer to a GET"),
+    "src/tinkex/client/http/http_client.py": (1, "the server has nothing that sends events in answer to a GET"),
 }
 """How many lines of examples are not run, by file, and why."""
 
@@ -340,7 +340,7 @@ def test_the_rule_finds_what_has_no_example(monkeypatch: pytest.MonkeyPatch) -> 
             return ""
 
     for item in (Silent, _Base, Silent.silent):
-        monkeypatch.setattr(item, "__module__", "tinkex.service")
+        monkeypatch.setattr(item, "__module__", "tinkex.client.service")
     for name, value in (("Silent", Silent), ("silent", Silent.silent), ("NAME", "tinkex")):
         monkeypatch.setattr(tinkex, name, value, raising=False)
     found = list(without_example("tinkex:Silent"))
@@ -499,7 +499,7 @@ def test_an_example_that_gives_something_else_is_found() -> None:
 def test_the_examples_in_docstrings_give_what_they_show(
     name: str, surroundings: None, request: pytest.FixtureRequest
 ) -> None:
-    if name == "tinkex.huggingface":  # nothing else may ask for a hub
+    if name == "tinkex.hub.pushes":  # nothing else may ask for a hub
         request.getfixturevalue("hugging_face")
     told: list[str] = []
     assert failures(importlib.import_module(name), told.append) == 0, "".join(told)

@@ -20,9 +20,10 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving
-from tinkex import DownloadError, RestClient, ServiceClient, downloads
-from tinkex.archives import ArchiveLimits, UnsafeArchiveError, extract
+from tinkex import DownloadError, RestClient, ServiceClient
 from tinkex.engine.fake import FakeEngine
+from tinkex.hub import downloads
+from tinkex.hub.archives import ArchiveLimits, UnsafeArchiveError, extract
 
 PATH = "tinker://run-123/weights/0001"
 ARCHIVE = "training_runs/run-123/checkpoints/weights/0001/archive"

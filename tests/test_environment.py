@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import tinkex
-from tinkex import environment, protocol
-from tinkex.config import Config
+from tinkex.client.settings import environment
+from tinkex.client.settings.config import Config
+from tinkex.wire import protocol
 
 
 @pytest.mark.covers("C06")

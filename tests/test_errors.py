@@ -11,7 +11,8 @@ import pytest
 
 import tinkex
 from tinkex import errors
-from tinkex.exchanges import (
+from tinkex.types import RequestErrorCategory
+from tinkex.wire.redacted_http import (
     KEPT_CHARACTERS,
     SHOWN_CHARACTERS,
     Headers,
@@ -21,7 +22,6 @@ from tinkex.exchanges import (
     redact_url,
     wait_asked,
 )
-from tinkex.types import RequestErrorCategory
 
 SENT = Request("POST", "https://host/api/v1/asample", {"X-API-Key": "tml-sesame", "Accept": "*/*"})
 ANSWER = Response(404, {"Content-Type": "application/json"}, b'{"detail": "gone"}', SENT, 0.5)

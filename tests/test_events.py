@@ -16,10 +16,11 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, faulty_server
 from support import serving, silence
-from tinkex import RecoveryPolicy, RetryConfig, ServiceClient, codec, events, types
+from tinkex import RecoveryPolicy, RetryConfig, ServiceClient, events, types
 from tinkex.engine.fake import FakeEngine
-from tinkex.recovery import Executor, Monitor
+from tinkex.recovery.monitor import Executor, Monitor
 from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.wire import codec
 
 
 @pytest.fixture(autouse=True)
@@ -358,7 +359,7 @@ def test_clients_at_work_say_everything_that_the_catalogue_lists(
 ) -> None:
     heard = Heard()
     events.attach("everything", None, heard)
-    for module in ("transport", "futures"):
+    for module in ("client.http.transport", "client.futures.api_future"):
         monkeypatch.setattr(f"tinkex.{module}.backoff", lambda *_, **__: 0.001)
     with faulty_server() as faulty, ServiceClient(base_url=faulty.base_url, user_metadata={"team": "red"}) as service:
         faulty.script("retrieve_future", Answer(body={"model_id": "s:train:0"}))

@@ -67,13 +67,14 @@ ROWS = (
 OPEN_MODULES = {
     "tinkex",
     "tinkex.cli",
-    "tinkex.config",
-    "tinkex.limits",
-    "tinkex.queue_states",
+    "tinkex.client.settings.config",
+    "tinkex.client.http",
+    "tinkex.client.http.limits",
+    "tinkex.client.futures.queue_states",
     "tinkex.recovery",
     "tinkex.regularizers",
-    "tinkex.retries",
-    "tinkex.transforms",
+    "tinkex.client.http.retry",
+    "tinkex.wire.json_values",
     "tinkex.types",
 }
 SKIPS = {"multimodal_resume_and_cleanup"}

@@ -14,9 +14,9 @@ import pytest
 
 from support import Heard, Keyed, Wire, pass_json, sample_json, serving, step_json
 from tinkex.engine.fake import STATE, FakeEngine
-from tinkex.server import exports
-from tinkex.server.accounts import create_key
-from tinkex.server.store import DATABASE, Store
+from tinkex.server.access.accounts import create_key
+from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.routes import exports
 
 
 class Ids(NamedTuple):

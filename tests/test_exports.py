@@ -17,11 +17,12 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 import pytest
 
 from support import MODEL, Heard, Keyed, Wire, assert_peft_agrees, make_data, serving, train
-from tinkex import RestClient, protocol, types
+from tinkex import RestClient, types
+from tinkex.client.futures.api_future import start
 from tinkex.engine.fake import FakeEngine
-from tinkex.futures import start
-from tinkex.server.accounts import create_key, revoke_key
-from tinkex.server.store import DATABASE, Store
+from tinkex.server.access.accounts import create_key, revoke_key
+from tinkex.server.database.store import DATABASE, Store
+from tinkex.wire import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,8 +147,8 @@ def test_an_address_that_was_changed_is_refused(wire: Wire, old: str, new: str) 
 
 
 def test_a_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
-    from tinkex.server.accounts import Accounts
-    from tinkex.server.exports import TERMS, _signature
+    from tinkex.server.access.accounts import Accounts
+    from tinkex.server.routes.exports import TERMS, _signature
 
     with serving(FakeEngine(), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
         wire = Wire(url)

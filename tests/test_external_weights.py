@@ -19,11 +19,12 @@ from safetensors.numpy import load_file, save_file
 import tinkex
 from support import MODEL, Keyed, serving
 from tinkex import LoraConfig, ModelInput, RestClient, SamplingParams, ServiceClient
-from tinkex.engine.torch_engine import TorchEngine
-from tinkex.server import upload_files, uploads
-from tinkex.server.accounts import create_key, revoke_key
-from tinkex.server.imports import most_bytes
-from tinkex.server.store import DATABASE, Store
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.server.access.accounts import create_key, revoke_key
+from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.files import upload_files
+from tinkex.server.files.imports import most_bytes
+from tinkex.server.routes import uploads
 from tinkex.types import ExternalWeightsUploadStartRequest
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -262,7 +263,7 @@ def test_unfinished_uploads_are_few_and_expire(
         upload_files.sweep_uploads(root)
         assert len(list(root.iterdir())) == uploads.MOST_UNFINISHED + 1
         later = begun[0].expires.timestamp() + 3700
-        monkeypatch.setattr("tinkex.server.upload_files.time.time", lambda: later)
+        monkeypatch.setattr("tinkex.server.files.upload_files.time.time", lambda: later)
         assert put(begun[1].urls[CONFIG], b"{}")[0] == 403
         with pytest.raises(tinkex.NotFoundError, match="there is no upload"):
             rest.external_weights_upload_finish(begun[1].upload_id).result(20)

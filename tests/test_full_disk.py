@@ -17,7 +17,7 @@ from support import Clock, Wire, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.server import complaints
 from tinkex.server.complaints import complain
-from tinkex.server.store import DATABASE, Store
+from tinkex.server.database.store import DATABASE, Store
 
 
 @contextmanager
@@ -116,7 +116,7 @@ from tinkex.cli.serve import run_app
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.state import Limits
-from tinkex.server.usage import Meter
+from tinkex.server.routes.usage import Meter
 
 async def full(meter):
     raise OSError(28, "No space left on device")

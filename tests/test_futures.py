@@ -21,11 +21,13 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import Clock, settled, wait_until
-from tinkex import codec, futures, protocol, types
-from tinkex.config import Config
-from tinkex.futures import Future, combine, retrieve, start
-from tinkex.runtime import Inbox
-from tinkex.transport import Transport, backoff
+from tinkex import types
+from tinkex.client.futures import api_future
+from tinkex.client.futures.api_future import Future, combine, retrieve, start
+from tinkex.client.futures.loop_thread import Inbox
+from tinkex.client.http.transport import Transport, backoff
+from tinkex.client.settings.config import Config
+from tinkex.wire import codec, protocol
 
 # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -409,7 +411,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         decided.append(backoff(*args, **kwargs))
         return 0.001
 
-    monkeypatch.setattr(futures, "backoff", quick)
+    monkeypatch.setattr(api_future, "backoff", quick)
     return decided
 
 
@@ -417,7 +419,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time as polls see it."""
     made = Clock()
-    monkeypatch.setattr(futures, "time", made)
+    monkeypatch.setattr(api_future, "time", made)
     return made
 
 
@@ -498,15 +500,15 @@ def test_an_early_no_is_not_asked_again_at_once(faulty: FaultyServer, waits: lis
 def test_a_held_no_is_asked_again_at_once(
     faulty: FaultyServer, waits: list[float], monkeypatch: pytest.MonkeyPatch, pending: Answer
 ) -> None:
-    monkeypatch.setattr(futures, "HELD", 0.05)
+    monkeypatch.setattr(api_future, "HELD", 0.05)
     held = Answer(pending.status, pending.body, delay=0.06)
     assert poll(faulty, held, held, RESULT).metrics == {"loss:sum": 1.0}
     assert waits == []
 
 
 def test_only_a_poll_of_a_second_counts_as_held() -> None:
-    assert futures.HELD == 1.0
-    assert futures.POLL_TIMEOUT == 45.0
+    assert api_future.HELD == 1.0
+    assert api_future.POLL_TIMEOUT == 45.0
 
 
 @pytest.mark.covers("24.futures.6")

@@ -29,17 +29,17 @@ from hypothesis import strategies as st
 
 from schemas import DEEP, DEEP_OBJECT, TEXTS, Json, Place, breaks, broken, values, written
 from support import Wire, pass_json, sample_json, serving, step_json
-from tinkex import codec, protobuf
-from tinkex.engine import ADAMW, BaseModel, EngineError, Listener
+from tinkex.engine.api import ADAMW, BaseModel, EngineError, Listener
 from tinkex.engine.fake import FakeEngine
-from tinkex.exchanges import REDACTED
-from tinkex.protocol import BY_NAME, OPERATIONS, PREFIX
 from tinkex.server.app import create_app
-from tinkex.server.description import describe
+from tinkex.server.database.store import Store
+from tinkex.server.routes.openapi import describe
 from tinkex.server.state import Limits, State
-from tinkex.server.store import Store
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import AdamParams, LoraConfig, OptimizerConfigBase, OptimParams
+from tinkex.wire import codec, protobuf
+from tinkex.wire.protocol import BY_NAME, OPERATIONS, PREFIX
+from tinkex.wire.redacted_http import REDACTED
 
 if sys.version_info >= (3, 14):
     from compression import zstd

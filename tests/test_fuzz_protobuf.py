@@ -17,10 +17,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tinkex import codec, protobuf, types
+from tinkex import types
 from tinkex.types.sampling import SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.types.sessions import FuturesRetrieveResponse
 from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
+from tinkex.wire import codec, protobuf
 
 FEW, MANY = 150, int(os.environ.get("FUZZ_EXAMPLES", "5000"))
 MEMORY = 100_000_000

@@ -14,8 +14,8 @@ import pytest
 from support import Wire, pass_json, serving, step_json, wait_until
 from tinkex.engine.fake import FakeEngine
 from tinkex.server import app as server_app
-from tinkex.server import submission
-from tinkex.server.scheduler import Lane
+from tinkex.server.runs import admission
+from tinkex.server.runs.scheduler import Lane
 from tinkex.server.state import Limits, State
 
 Serve = Callable[..., Wire]
@@ -122,7 +122,7 @@ def test_what_waits_for_a_missing_number_is_limited_in_bytes(serve: Serve, state
 
 
 def test_a_run_is_unloaded_although_a_number_never_came(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submission, "UNLOAD_GAP_SECONDS", 0.2)
+    monkeypatch.setattr(admission, "UNLOAD_GAP_SECONDS", 0.2)
     wire = serve()
     model = wire.model()
     waiting = wire.post("optim_step", step_json(model, 2))["request_id"]

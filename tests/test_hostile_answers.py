@@ -17,9 +17,11 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, faulty_server
 from support import serving
-from tinkex import ServiceClient, codec, transport, types
+from tinkex import ServiceClient, types
+from tinkex.client.http import transport
 from tinkex.engine.fake import FakeEngine
-from tinkex.exchanges import Response, wait_asked
+from tinkex.wire import codec
+from tinkex.wire.redacted_http import Response, wait_asked
 
 DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
 LIST = b"[" * 100_000 + b"]" * 100_000
@@ -147,8 +149,8 @@ client = service.create_lora_training_client("fake", rank=4).result()
 data = [types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})]
 done = client.forward(data, "cross_entropy")
 done.result()
-pending = tinkex.futures.start(asyncio.sleep(5))
-plain = tinkex.futures.Future(pending)
+pending = tinkex.client.futures.api_future.start(asyncio.sleep(5))
+plain = tinkex.client.futures.api_future.Future(pending)
 child = os.fork()
 if child == 0:
     ways = {

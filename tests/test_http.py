@@ -19,10 +19,10 @@ import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import wait_until
 from tinkex import Config, HttpClient, LocalBackend, RestClient, Timeout, events, types
+from tinkex.client.http.http_client import EventStream
+from tinkex.client.http.responses import APIResponse
 from tinkex.engine.fake import FakeEngine
-from tinkex.http import EventStream
-from tinkex.responses import APIResponse
-from tinkex.transforms import NOT_GIVEN, OMIT
+from tinkex.wire.json_values import NOT_GIVEN, OMIT
 
 KEY = "tml-very-secret"
 
@@ -167,7 +167,7 @@ def test_a_caller_may_choose_the_idempotency_key_or_send_none(faulty: FaultyServ
 def test_retries_of_one_call_can_be_counted(
     faulty: FaultyServer, http: HttpClient, retries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.001)
+    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.001)
     faulty.script("things", Answer(503))
     with pytest.raises(tinkex.InternalServerError) as caught:
         http.get("things", max_retries=retries).result(10)
@@ -393,7 +393,7 @@ def test_a_redirect_is_followed_without_the_key(faulty: FaultyServer, http: Http
 @pytest.mark.covers("C23", "24.http.12")
 @pytest.mark.parametrize("how", ["option", "property"])
 def test_a_wrapped_answer(faulty: FaultyServer, http: HttpClient, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.05)
+    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.05)
     faulty.script("things", Answer(503), Answer(201, {"status": "ok"}, headers={"X-Request-ID": "r1"}))
     options: Any = {"response": "wrapped"} if how == "option" else {}
     client = http if how == "option" else http.with_raw_response

@@ -18,10 +18,18 @@ import tinkex
 from faulty import Answer, FaultyServer, faulty_server
 from hub import TOKEN, Hub, hub_server
 from support import serving
-from tinkex import RestClient, ServiceClient, huggingface
+from tinkex import RestClient, ServiceClient
 from tinkex.engine.fake import FakeEngine
-from tinkex.hub import HubError, build_hf_url, default_cache_dir, resolve_file, resolve_token, sanitize_repo_id
-from tinkex.huggingface import Pushed, clean_name, matches, push_checkpoint_adapter
+from tinkex.hub import pushes
+from tinkex.hub.hub_files import (
+    HubError,
+    build_hf_url,
+    default_cache_dir,
+    resolve_file,
+    resolve_token,
+    sanitize_repo_id,
+)
+from tinkex.hub.pushes import Pushed, clean_name, matches, push_checkpoint_adapter
 
 # Of httpx, about how huggingface_hub calls it.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -61,7 +69,7 @@ def test_the_helpers_names_are_public() -> None:
     assert sanitize_repo_id("org/model") == "org__model"
     assert ".." not in sanitize_repo_id("a/../b")
     assert default_cache_dir().name == "tinkex"
-    assert huggingface.resolve_file is resolve_file
+    assert pushes.resolve_file is resolve_file
 
 
 @pytest.mark.covers("1.2.1/3")
@@ -337,7 +345,7 @@ def test_a_hub_that_falls_silent_during_a_push_is_given_up_in_time(
     with pytest.raises(tinkex.APITimeoutError, match="was silent for 100 ms"):
         source.push(repo_id="a", http_timeout_ms=100)
     assert huggingface_session().event_hooks["request"] == before  # the process's session is as it was
-    defaults = inspect.signature(huggingface.push_checkpoint_adapter_async).parameters
+    defaults = inspect.signature(pushes.push_checkpoint_adapter_async).parameters
     assert defaults["http_timeout_ms"].default == 120_000
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(HubError, match="http_timeout_ms must be"):
@@ -372,7 +380,7 @@ def test_a_push_leaves_nothing_behind_whether_it_succeeds_or_not(
 
 
 def test_of_a_cache_only_what_pushes_have_left_is_ever_removed(hub: Hub, source: Source, tmp_path: Path) -> None:
-    cache, long_ago = tmp_path / "cache", time.time() - 1.1 * huggingface.KEPT_SECONDS
+    cache, long_ago = tmp_path / "cache", time.time() - 1.1 * pushes.KEPT_SECONDS
     hub.refuse = {"/commit/": 500}
     with pytest.raises(tinkex.RequestFailedError):
         source.push(repo_id="a", cache_dir=cache)

@@ -21,11 +21,12 @@ from transformers import AutoModelForCausalLM
 from support import MODEL, assert_peft_agrees, make_data, serving, train
 from tinkex import LocalBackend, RestClient, ServiceClient, types
 from tinkex.cli.main import cli
-from tinkex.engine import EngineError, lora
-from tinkex.engine.torch_engine import TorchEngine
-from tinkex.server import imports
-from tinkex.server.imports import import_adapter
-from tinkex.server.store import Store
+from tinkex.engine.api import EngineError
+from tinkex.engine.torch import lora
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.server.database.store import Store
+from tinkex.server.files import imports
+from tinkex.server.files.imports import import_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

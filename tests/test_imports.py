@@ -70,7 +70,7 @@ def test_every_public_name_is_there() -> None:
 
 def test_names_are_resolved_when_used() -> None:
     shown = run(
-        "import sys, tinkex\ntinkex.AdamParams\nprint('tinkex.service' in sys.modules, 'aiohttp' in sys.modules)"
+        "import sys, tinkex\ntinkex.AdamParams\nprint('tinkex.client.service' in sys.modules, 'aiohttp' in sys.modules)"
     )
     assert shown == "False False"
 

@@ -17,7 +17,7 @@ from support import MODEL, Wire, pass_json, sample_json, step_json
 from test_streams_server import Reader, asking, events_of, read_all, sampler_of, serve
 from test_survival import Held, Life, killed, life, played, until
 from tinkex.engine.fake import FakeEngine
-from tinkex.server import submission
+from tinkex.server.runs import admission
 from tinkex.server.state import Limits
 
 __all__ = ["serve"]  # a fixture
@@ -256,8 +256,8 @@ def test_target_and_floors_outlive_a_killed_server(where: str, tmp_path: Path, m
         await until(lambda: [path.name for path in place.glob("runs/*/state-*")] == [f"state-{number}"])
 
     if where == "state":
-        monkeypatch.setattr(submission, "STATE_OPERATIONS", 1)
-        monkeypatch.setattr(submission, "STATE_REST", 0)
+        monkeypatch.setattr(admission, "STATE_OPERATIONS", 1)
+        monkeypatch.setattr(admission, "STATE_REST", 0)
 
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:

@@ -13,16 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tinkex.server import journal
-from tinkex.server.journal import (
-    HEADER,
-    Committer,
-    DamagedJournalError,
-    Entry,
-    Journal,
-    encode,
-    read_records,
-)
+from tinkex.server.runs import journal
+from tinkex.server.runs.journal import HEADER, Committer, DamagedJournalError, Entry, Journal, encode, read_records
 
 Open = Callable[[Path], Journal]
 

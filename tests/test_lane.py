@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.engine import EngineError
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.scheduler import Lane, Worker
+from tinkex.server.runs.scheduler import Lane, Worker
 from tinkex.types import Datum, LoraConfig, ModelInput, SampleRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("tinkex.server.scheduler.time", made)
+    monkeypatch.setattr("tinkex.server.runs.scheduler.time", made)
     return made
 
 
@@ -299,7 +299,7 @@ def test_training_and_sampling_share_the_time(clock: Clock) -> None:
 
 def test_work_is_taken_in_between_steps_of_sampling(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """A long sample does not hold up operations, and operations do not hold up a sample."""
-    monkeypatch.setattr("tinkex.server.scheduler.TAKING_SECONDS", 0.01)
+    monkeypatch.setattr("tinkex.server.runs.scheduler.TAKING_SECONDS", 0.01)
     engine, steps, done = sampling_engine(delay=0.0), threading.Semaphore(0), list[int]()
     inner_step, done_by_step = engine.sample_step, list[int]()
 

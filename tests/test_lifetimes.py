@@ -20,9 +20,9 @@ import tinkex
 from faulty import Answer, faulty_server
 from support import MODEL, Wire, make_data, sample_json, serving, step_json, wait_until
 from tinkex import AdamParams, LocalBackend, ModelInput, SamplingParams, ServiceClient
-from tinkex.engine import EngineError
+from tinkex.client.futures.api_future import start
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.futures import start
 from tinkex.server.state import Limits
 from tinkex.types import Datum
 
@@ -355,7 +355,7 @@ def test_a_run_let_go_while_its_state_is_written_is_no_error(
 
     service = fake_service()
     path = service.create_lora_training_client("fake", rank=4).result().save_state("s").result(10).path
-    monkeypatch.setattr("tinkex.server.submission._write_results", write_results)
+    monkeypatch.setattr("tinkex.server.runs.admission._write_results", write_results)
     client = service.create_training_client_from_state(path).result()
     assert begun.wait(10)
     client.unload_model()
@@ -540,7 +540,7 @@ def _sampler(wire: Wire) -> str:
 
 
 def test_a_sparse_tensor_is_checked_before_it_is_spread_out() -> None:
-    from tinkex.engine.losses import LOSSES, Room, read_examples
+    from tinkex.engine.losses.table import LOSSES, Room, read_examples
 
     columns = 1 << 16
     targets = tinkex.TensorData([1], "int64", [3, columns], [0, 1, 1, 1], [0])

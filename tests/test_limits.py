@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tinkex.errors import BadRequestError, InternalServerError
-from tinkex.limits import (
+from tinkex.client.http.limits import (
     DISPATCHES,
     THROTTLED_DISPATCHES,
     Backoff,
@@ -22,6 +21,7 @@ from tinkex.limits import (
     DispatchGate,
     shared_gate,
 )
+from tinkex.errors import BadRequestError, InternalServerError
 
 
 class Clock:

@@ -21,8 +21,8 @@ import tinkex
 from support import MODEL, make_data, serving
 from tinkex import types
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.accounts import create_key
-from tinkex.server.store import DATABASE, Store
+from tinkex.server.access.accounts import create_key
+from tinkex.server.database.store import DATABASE, Store
 from tinkex.types.sampling import SampleRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -158,7 +158,7 @@ def test_under_load_nothing_is_lost_nothing_is_done_twice_and_memory_is_bounded(
 
 
 def test_an_owner_of_many_runs_does_not_starve_one_who_has_a_single_run(tmp_path: Path, model_dir: Path) -> None:
-    from tinkex.engine.torch_engine import TorchEngine
+    from tinkex.engine.torch.engine import TorchEngine
 
     with closing(Store(tmp_path / DATABASE)) as store:
         keys = [create_key(store, "k", owner)[1] for owner in ("many", "one")]

@@ -19,11 +19,11 @@ import pytest
 
 import tinkex
 from tinkex import LocalBackend, RestClient, ServiceClient, local
-from tinkex.engine import EngineError
-from tinkex.engine.config import describe
+from tinkex.client.futures.api_future import start
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.late import LateEngine
-from tinkex.futures import start
+from tinkex.engine.families.model_config import describe
+from tinkex.engine.lazy import LateEngine
 from tinkex.local import AsgiExchange
 
 STEP = tinkex.AdamParams(learning_rate=0.1)
@@ -80,8 +80,8 @@ def test_clients_share_one_backend_and_the_last_lets_it_go(made: list[FakeEngine
 
 
 async def _step(service: ServiceClient, model_id: str) -> Any:
-    from tinkex import protocol
     from tinkex.types import OptimStepRequest
+    from tinkex.wire import protocol
 
     request = OptimStepRequest(model_id=model_id, seq_id=1, adam_params=STEP)
     return await service._session.transport.call(protocol.OPTIM_STEP, request)

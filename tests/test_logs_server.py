@@ -19,7 +19,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFl
 from support import Keyed, Wire, serving, step_json
 from tinkex.cli.main import cli
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.metrics import JsonFormatter, access
+from tinkex.server.server_metrics import JsonFormatter, access
 from tinkex.server.tracing import Tracing, is_wanted
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import traced_losses
-from tinkex import losses
-from tinkex.loss_graphs import LossHandle, check_inputs, create_request, per_datum, trace, wire_graph
+from tinkex.client.losses import caller_losses
+from tinkex.client.losses.loss_graphs import LossHandle, check_inputs, create_request, per_datum, trace, wire_graph
 from tinkex.types import Datum, ForwardBackwardOutput, ModelInput, TensorData
 from tinkex.types.record import to_json
 from traced_losses import EXAMPLES, Example
@@ -44,7 +44,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def official() -> dict[str, list[str]]:
     """What the official package makes of every example: its request, its key and how it prints."""
-    paths = [str(Path(traced_losses.__file__).parent), str(Path(losses.__file__).parents[1])]
+    paths = [str(Path(traced_losses.__file__).parent), str(Path(caller_losses.__file__).parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
@@ -277,10 +277,10 @@ def test_a_loss_computed_by_the_caller_sums_losses_and_combines_metrics_by_name(
 
 
 def test_it_serves_as_a_custom_loss_of_the_client() -> None:
-    loss_fn: losses.CustomLoss = per_datum(trace(scaled_sum, RANKS, "s"))
+    loss_fn: caller_losses.CustomLoss = per_datum(trace(scaled_sum, RANKS, "s"))
     data = [datum(weights=[1.0, 2.0], scale=scalar(3.0))]
     output = ForwardBackwardOutput("ArrayRecord", [{"logprobs": TensorData([-1.0, -2.0], "float32", [2])}], {})
-    second, loss, metrics = losses.evaluate(loss_fn, data, output)
+    second, loss, metrics = caller_losses.evaluate(loss_fn, data, output)
     assert second[0].loss_fn_inputs["weights"].tolist() == [-3.0, -6.0]
     assert (loss, metrics["custom/scale:mean"]) == (-15.0, 3.0)
 

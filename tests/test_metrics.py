@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tinkex import NotFoundError, RestClient, ServiceClient, events, metrics, protocol
+from tinkex import NotFoundError, RestClient, ServiceClient, events, metrics
 from tinkex.metrics import Histogram, HistogramSummary, Metrics, Snapshot
 from tinkex.types.sessions import TelemetrySendRequest
+from tinkex.wire import protocol
 
 
 @pytest.fixture
@@ -342,6 +343,6 @@ def test_the_text_for_prometheus_has_every_number(kept: Metrics) -> None:
 
 
 def test_labels_are_escaped() -> None:
-    from tinkex.prometheus import labels
+    from tinkex.wire.prometheus import labels
 
     assert labels(path='a"b\\c\nd') == r'{path="a\"b\\c\nd"}'

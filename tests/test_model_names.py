@@ -14,10 +14,10 @@ from urllib.parse import quote
 import pytest
 
 from support import Keyed, Wire, serving
-from tinkex.engine import BaseModel
+from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.accounts import create_key
-from tinkex.server.store import DATABASE, Store
+from tinkex.server.access.accounts import create_key
+from tinkex.server.database.store import DATABASE, Store
 
 BASES = tuple(BaseModel(name, context_length=length, vocab_size=128, arch="fake") for name, length in
               (("fake", 512), ("org/other", 2048)))  # fmt: skip

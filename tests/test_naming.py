@@ -20,10 +20,11 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import is_coroutine_function, wait_until
-from tinkex import ModelInput, SamplingParams, ServiceClient, codec
-from tinkex.client.naming import UNNAMED, headers_of, name_requests
-from tinkex.protocol import OPERATIONS, SEARCH_CHECKPOINTS
+from tinkex import ModelInput, SamplingParams, ServiceClient
+from tinkex.client.http.request_names import UNNAMED, headers_of, name_requests
 from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.wire import codec
+from tinkex.wire.protocol import OPERATIONS, SEARCH_CHECKPOINTS
 
 PROMPT, PARAMS, STEP = ModelInput.from_ints([1]), SamplingParams(max_tokens=1), tinkex.AdamParams(learning_rate=1e-3)
 CLASSES = [
@@ -187,9 +188,9 @@ def test_calls_at_the_same_time_keep_their_names_apart(faulty: FaultyServer) -> 
 def test_requests_of_the_session_and_of_many_calls_have_no_name(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.session.HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr("tinkex.client.session.HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
-    for place in ("config", "telemetry"):
+    for place in ("client.settings.config", "telemetry"):
         monkeypatch.setattr(f"tinkex.{place}.HOSTED_URL", faulty.base_url)
     faulty.script("client/config", Answer(body={"sample_use_retrieve_futures": True}))
     faulty.script("client/dynamic_config", Answer(body={"sample_cancel_enabled": True}))

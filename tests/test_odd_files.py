@@ -17,13 +17,13 @@ import pytest
 
 from support import Wire, serving
 from tinkex.cli.diff import _read_config, _read_header
-from tinkex.cli.results import CommandError
-from tinkex.engine import EngineError
-from tinkex.engine.config import DecoderConfig
+from tinkex.cli.outcomes import CommandError
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.weights import read_lora_config
-from tinkex.server.imports import _header, read_source
-from tinkex.server.store import DATABASE, Store
+from tinkex.engine.families.model_config import DecoderConfig
+from tinkex.engine.torch.model_files import read_lora_config
+from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.files.imports import _header, read_source
 
 DEEP = '{"a": ' * 100_000
 LORA = {
@@ -107,7 +107,7 @@ def test_load_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
         def full(write: Any, scratch: Path) -> None:
             raise error
 
-        monkeypatch.setattr("tinkex.server.submission.write_whole", full)
+        monkeypatch.setattr("tinkex.server.runs.admission.write_whole", full)
         created = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": False}
         for body in ({"model_id": model, "path": path, "optimizer": False, "seq_id": 2}, created):
             failed = wire.run("load_weights", body)

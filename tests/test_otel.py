@@ -17,9 +17,9 @@ import pytest
 from faulty import Answer, faulty_server
 from support import silence
 from tinkex import AdamParams, ServiceClient, events, otel
-from tinkex.config import Config, configure
+from tinkex.client.futures.api_future import start
+from tinkex.client.settings.config import Config, configure
 from tinkex.errors import ConfigurationError
-from tinkex.futures import start
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 CALL = {"method": "POST", "path": "/api/v1/asample", "pool_type": "sample", "base_url": "https://example.com/x"}

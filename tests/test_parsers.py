@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tinkex
-from tinkex import RestClient, environment, types, version
-from tinkex.config import maybe_set_level
-from tinkex.downloads import DownloadError, target_of
-from tinkex.protocol import PROTOCOL_VERSION
-from tinkex.sse import Decoder
+from tinkex import RestClient, types
+from tinkex.client.http.multipart import multipart
+from tinkex.client.settings import environment, version
+from tinkex.client.settings.config import maybe_set_level
+from tinkex.hub.downloads import DownloadError, target_of
 from tinkex.types.checkpoints import KINDS
-from tinkex.uploads import multipart
+from tinkex.wire.protocol import PROTOCOL_VERSION
+from tinkex.wire.sse import Decoder
 
 ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.lists(st.integers())
 parse = types.ParsedCheckpointTinkerPath.from_tinker_path

@@ -19,11 +19,14 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import settled
-from tinkex import ServiceClient, codec, events, futures, limits, protocol, queue_states, types
-from tinkex.config import Config
-from tinkex.futures import Future, await_many, await_many_async, retrieve, start
-from tinkex.limits import ByteBudget
-from tinkex.transport import CONFLICT_PATIENCE, LONGEST_RETRY_AFTER, Transport
+from tinkex import ServiceClient, events, types
+from tinkex.client.futures import api_future, queue_states
+from tinkex.client.futures.api_future import Future, await_many, await_many_async, retrieve, start
+from tinkex.client.http import limits
+from tinkex.client.http.limits import ByteBudget
+from tinkex.client.http.transport import CONFLICT_PATIENCE, LONGEST_RETRY_AFTER, Transport
+from tinkex.client.settings.config import Config
+from tinkex.wire import codec, protocol
 
 LOGPROBS = types.ForwardBackwardOutput(
     "ArrayRecord", [{"logprobs": types.TensorData.from_numpy(np.array([-1.0], np.float32))}], {"loss:sum": 1.0}
@@ -59,7 +62,7 @@ class Quick:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits between polls, which take no time."""
     quick = Quick()
-    monkeypatch.setattr(futures, "asyncio", quick)
+    monkeypatch.setattr(api_future, "asyncio", quick)
     return quick.waits
 
 
@@ -456,7 +459,7 @@ def test_a_time_limit_covers_the_wait_for_the_budget(faulty: FaultyServer) -> No
 def test_a_silent_exchange_is_not_taken_for_the_time_limit(
     faulty: FaultyServer, waits: list[float], heard: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(futures, "POLL_TIMEOUT", 0.05)
+    monkeypatch.setattr(api_future, "POLL_TIMEOUT", 0.05)
     with pytest.raises(tinkex.APITimeoutError, match=r"no answer within 0\.05 s"):
         poll(faulty, Answer(408, delay=60), timeout=20, patience=0)
     assert [name for name, _, _ in heard] == [events.FUTURE_CONNECTION_ERROR]
@@ -489,7 +492,7 @@ def test_a_conflict_that_stays_is_given_up_soon(
         def monotonic() -> float:
             return next(looks) / 10
 
-    monkeypatch.setattr(futures, "time", Clock)
+    monkeypatch.setattr(api_future, "time", Clock)
     with pytest.raises(tinkex.ConflictError):
         poll(faulty, Answer(409, {"detail": "busy"}))
     assert 2 < count(faulty) < 25

@@ -12,10 +12,11 @@ import pytest
 
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
-from tinkex import protocol, types
-from tinkex.config import Config
-from tinkex.protocol import Traffic
-from tinkex.transport import HttpExchange, Reply, Transport, origin_of
+from tinkex import types
+from tinkex.client.http.transport import HttpExchange, Reply, Transport, origin_of
+from tinkex.client.settings.config import Config
+from tinkex.wire import protocol
+from tinkex.wire.protocol import Traffic
 
 BEAT = types.SessionHeartbeatRequest(session_id="s")
 

@@ -23,8 +23,8 @@ import pytest
 from busy_server import OWNERS, Owner, heard, loaded, story, write_states_often
 from power_loss import Disk, records
 from test_survival import Life, life
-from tinkex.server import submission
-from tinkex.server.accounts import list_keys
+from tinkex.server.access.accounts import list_keys
+from tinkex.server.runs import admission
 
 MOMENTS = 200
 
@@ -136,8 +136,8 @@ def test_power_loss_takes_nothing_that_was_acknowledged(
     seed = int(os.environ.get("CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
     with capsys.disabled():
         print(f"\nCRASH_SEED={seed}", flush=True)
-    monkeypatch.setattr(submission, "STATE_OPERATIONS", submission.STATE_OPERATIONS)
-    monkeypatch.setattr(submission, "STATE_REST", submission.STATE_REST)
+    monkeypatch.setattr(admission, "STATE_OPERATIONS", admission.STATE_OPERATIONS)
+    monkeypatch.setattr(admission, "STATE_REST", admission.STATE_REST)
     write_states_often()
     caplog.set_level(logging.CRITICAL)
     rng, root = random.Random(seed), tmp_path / "root"

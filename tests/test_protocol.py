@@ -9,12 +9,12 @@ import pytest
 from starlette.routing import Route
 
 from support import Wire, pass_json, sample_json, serving, step_json
-from tinkex import codec, protocol
 from tinkex.engine.fake import FakeEngine
-from tinkex.protocol import OPERATIONS, PREFIX, Operation
 from tinkex.server.app import create_app
-from tinkex.server.handlers import HANDLERS
+from tinkex.server.routes.handlers import HANDLERS
 from tinkex.types.record import Record, Wired, from_json
+from tinkex.wire import codec, protocol
+from tinkex.wire.protocol import OPERATIONS, PREFIX, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tinkex import events, queue_states
-from tinkex.queue_states import QueueStateLogger, QueueStateTracker, notify
+from tinkex import events
+from tinkex.client.futures import queue_states
+from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker, notify
 from tinkex.types import QueueState
 
 CAPACITY, RATE, ACTIVE = QueueState.PAUSED_CAPACITY, QueueState.PAUSED_RATE_LIMIT, QueueState.ACTIVE

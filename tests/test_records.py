@@ -13,11 +13,11 @@ import pytest
 
 from support import MODEL, Wire, make_data, pass_json, sample_json, serving, step_json, train
 from tinkex import RestClient, types
-from tinkex.engine import EngineError
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.seals import SEAL
+from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.files.seals import SEAL
 from tinkex.server.state import Limits, State
-from tinkex.server.store import DATABASE, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

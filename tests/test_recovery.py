@@ -16,11 +16,11 @@ import pytest
 import tinkex
 from support import serving
 from tinkex import RecoveryError, RecoveryPolicy, ServiceClient, TrainingClient, events, types
-from tinkex.config import Config
+from tinkex.client.futures.loop_thread import runtime
+from tinkex.client.settings.config import Config
 from tinkex.engine.fake import FakeEngine
-from tinkex.recovery import Executor, Monitor, best_checkpoint, metrics_metadata, rest_client_of
-from tinkex.runtime import runtime
-from tinkex.server.store import DATABASE, Store
+from tinkex.recovery.monitor import Executor, Monitor, best_checkpoint, metrics_metadata, rest_client_of
+from tinkex.server.database.store import DATABASE, Store
 from tinkex.types.checkpoints import TrainingRun
 
 # ── the policy ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,12 +18,12 @@ from safetensors.numpy import load_file
 import tinkex
 from support import MODEL, Wire, serving
 from tinkex import Future, RecoveryError, RecoveryPolicy, ServiceClient, events, types
-from tinkex.engine import EngineError
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.resilience import ResilientSamplingClient, ResilientTrainingClient, _Entry
-from tinkex.server.journal import Committer, Segment
-from tinkex.server.promises import Promises
-from tinkex.server.store import DATABASE, Store
+from tinkex.recovery.resilient import ResilientSamplingClient, ResilientTrainingClient, _Entry
+from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.runs.journal import Committer, Segment
+from tinkex.server.runs.promises import Promises
 
 QUICK = RecoveryPolicy(enabled=True, backoff_ms=1, max_attempts=2)
 STEPS = 7
@@ -449,7 +449,7 @@ def test_options_that_cannot_work_are_refused(world: World, options: dict[str, A
 
 
 def test_with_a_real_model_the_weights_are_the_same_bits(tmp_path: Path, model_dir: Path) -> None:
-    from tinkex.engine.torch_engine import TorchEngine
+    from tinkex.engine.torch.engine import TorchEngine
 
     world = World(tmp_path, lambda: TorchEngine({MODEL: model_dir}), MODEL)
     world.begin()

@@ -26,10 +26,11 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving
-from tinkex import AdminClient, RestClient, transport, types
+from tinkex import AdminClient, RestClient, types
+from tinkex.client.futures.api_future import AwaitableConcurrentFuture
+from tinkex.client.http import transport
 from tinkex.engine.fake import FakeEngine
-from tinkex.futures import AwaitableConcurrentFuture
-from tinkex.protocol import OPERATIONS
+from tinkex.wire.protocol import OPERATIONS
 
 KEY = "tml-very-secret"
 RUN = "sess-1:train:0"

@@ -23,9 +23,10 @@ from tinkex import (
     SamplingClient,
     SamplingParams,
     ServiceClient,
-    codec,
     events,
 )
+from tinkex.client.http.limits import DispatchGate
+from tinkex.client.http.retry import RetryHandler
 from tinkex.errors import (
     APIResponseValidationError,
     BadRequestError,
@@ -34,10 +35,9 @@ from tinkex.errors import (
     RateLimitError,
     RequestFailedError,
 )
-from tinkex.limits import DispatchGate
-from tinkex.retries import RetryHandler
 from tinkex.types.sampling import SampledSequence, SampleResponse
 from tinkex.types.sessions import RequestErrorCategory
+from tinkex.wire import codec
 
 PROMPT = ModelInput.from_ints([1, 2, 3])
 PARAMS = SamplingParams(max_tokens=3)
@@ -227,7 +227,7 @@ async def test_a_server_that_asks_for_more_time_gets_it(monkeypatch: pytest.Monk
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr("tinkex.retries.asyncio.sleep", sleep)
+    monkeypatch.setattr("tinkex.client.http.retry.asyncio.sleep", sleep)
     await RetryHandler(QUICK).execute(Flaky(RateLimitError("no", status_code=429, retry_after=7.0)))
     assert slept == [7.0]
 
@@ -390,7 +390,7 @@ def bulk(tokens: list[int]) -> Answer:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     """A server of samples, each polled for by itself, and short waits."""
-    monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.01)
+    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.01)
     with faulty_server() as server:
         server.script("create_sampling_session", Answer(body={"sampling_session_id": "x"}))
         server.script("asample", lambda seen: Answer(body={"request_id": f"q{seen.json['seq_id']}"}))

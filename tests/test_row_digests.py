@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tinkex.server.accounts import create_key, list_keys
-from tinkex.server.data_dir import DataDirError
-from tinkex.server.row_digests import VOLATILE
-from tinkex.server.store import DATABASE, MIGRATIONS, Run, Sampler, Store
-from tinkex.server.usage import ADD_USE
+from tinkex.server.access.accounts import create_key, list_keys
+from tinkex.server.database.row_digests import VOLATILE
+from tinkex.server.database.store import DATABASE, MIGRATIONS, Run, Sampler, Store
+from tinkex.server.files.data_dir import DataDirError
+from tinkex.server.routes.usage import ADD_USE
 from tinkex.types.training import LoraConfig
 
 FLIPS = 300
@@ -77,7 +77,7 @@ def test_rows_of_an_older_database_get_their_digests(tmp_path: Path, monkeypatch
     with closing(Store(tmp_path / DATABASE)) as store:
         fill(store)
     more = (*MIGRATIONS, "ALTER TABLE keys ADD COLUMN note TEXT")
-    monkeypatch.setattr("tinkex.server.store.MIGRATIONS", more)
+    monkeypatch.setattr("tinkex.server.database.store.MIGRATIONS", more)
     with closing(Store(tmp_path / DATABASE)) as store:
         store.verify()
         assert list_keys(store)

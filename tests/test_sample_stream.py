@@ -27,9 +27,9 @@ from tinkex import (
     SamplingParams,
     ServiceClient,
 )
+from tinkex.client.futures.streams import SampleStream
 from tinkex.engine.fake import FakeEngine
 from tinkex.errors import APIResponseValidationError, InternalServerError, RateLimitError, RequestFailedError
-from tinkex.streams import SampleStream
 from tinkex.types.sampling import SampleStreamChunk
 
 PROMPT = ModelInput.from_ints([5, 6, 7])
@@ -361,7 +361,7 @@ def test_back_pressure_before_a_stream_is_waited_out(
     faulty: FaultyServer, sampler: SamplingClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr("tinkex.limits.Backoff.pause", lambda self, seconds: waited.append(seconds))
+    monkeypatch.setattr("tinkex.client.http.limits.Backoff.pause", lambda self, seconds: waited.append(seconds))
     busy = Answer(429, {"detail": "busy", "queue_state": "paused_capacity"}, {"Retry-After": "3"})
     faulty.script("stream_sample", busy, streamed(token(1), done(1), END))
     assert len(read(sampler)) == 2

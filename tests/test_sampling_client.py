@@ -20,11 +20,11 @@ from tinkex import (
     SamplingParams,
     ServiceClient,
     TensorData,
-    codec,
-    limits,
 )
+from tinkex.client.http import limits
 from tinkex.engine.fake import FakeEngine
 from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.wire import codec
 
 PROMPT = ModelInput.from_ints([1, 2, 3])
 LARGE = ModelInput.from_ints([1] * 14_000)

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from support import Clock, Wire, sample_json, serving, step_json
-from tinkex.engine import EngineError, Recording
+from tinkex.engine.api import EngineError, Recording
 from tinkex.engine.fake import FakeEngine
-from tinkex.server import journal, sampling_records
-from tinkex.server.journal import Committer, Journal, Segment
-from tinkex.server.sampling_records import TRAINABLE_SECONDS, SamplingRecords
+from tinkex.server.runs import journal
+from tinkex.server.runs.journal import Committer, Journal, Segment
+from tinkex.server.samples import sampling_records
+from tinkex.server.samples.sampling_records import TRAINABLE_SECONDS, SamplingRecords
 
 Serve: TypeAlias = Callable[..., Wire]
 PROMPT = [5, 6, 7]

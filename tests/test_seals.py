@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from support import Wire, pass_json, serving
-from tinkex.engine import BaseModel, EngineError
-from tinkex.engine.config import weights_digest
+from tinkex.engine.api import BaseModel, EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.seals import SEAL, check, seal
+from tinkex.engine.families.model_config import weights_digest
+from tinkex.server.files.seals import SEAL, check, seal
 
 
 @pytest.fixture

@@ -34,23 +34,22 @@ from tinkex import (
     RetryConfig,
     SamplingParams,
     ServiceClient,
-    codec,
-    downloads,
     events,
     metrics,
     otel,
-    redaction,
     telemetry,
     types,
 )
-from tinkex.config import Config, mask_api_key
+from tinkex.client.settings.config import Config, mask_api_key
 from tinkex.engine.fake import FakeEngine
-from tinkex.hub import resolve_file
-from tinkex.huggingface import push_checkpoint_adapter
-from tinkex.recovery import Executor
-from tinkex.server.accounts import create_key
-from tinkex.server.store import DATABASE, Store
+from tinkex.hub import downloads
+from tinkex.hub.hub_files import resolve_file
+from tinkex.hub.pushes import push_checkpoint_adapter
+from tinkex.recovery.monitor import Executor
+from tinkex.server.access.accounts import create_key
+from tinkex.server.database.store import DATABASE, Store
 from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.wire import codec, redaction
 
 KEY = "tml-Zq7vPlantedKeyBx93RtWm2Lk8Dd"
 OTHER_KEY = "tml-Ty4hForeignKeyQn61VcXs0Jg5Ff"
@@ -129,7 +128,7 @@ class Everything(logging.Handler):
         while one is not None:
             self.note(place, str(one), repr(one), repr(vars(one)), repr(one.args))
             response = getattr(one, "response", None)
-            if isinstance(response, tinkex.exchanges.Response):
+            if isinstance(response, tinkex.wire.redacted_http.Response):
                 self.note(place, repr(response.content), repr(dict(response.headers)), repr(response.request))
             one = one.__cause__ or one.__context__
 
@@ -200,7 +199,7 @@ def everything(
     """Listens at every place at once while a test runs, and is the judge of it in the end."""
     heard, root = Everything(), logging.getLogger()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for module in ("transport", "futures", "downloads"):
+    for module in ("client.http.transport", "client.futures.api_future", "hub.downloads"):
         monkeypatch.setattr(f"tinkex.{module}.backoff", lambda *_, **__: 0.001)
     monkeypatch.setattr("tinkex.telemetry.retry_delay", lambda *_: 0.001)
     levels = {name: logging.getLogger(name).level for name in ("", "tinkex", "aiohttp", "asyncio", "huggingface_hub")}
@@ -237,7 +236,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     """The server that the key is for, taken for the hosted service: it is sent telemetry too."""
     with faulty_server() as server:
         monkeypatch.setenv("TINKER_TELEMETRY", "1")
-        monkeypatch.setattr("tinkex.config.HOSTED_URL", server.base_url)
+        monkeypatch.setattr("tinkex.client.settings.config.HOSTED_URL", server.base_url)
         monkeypatch.setattr("tinkex.telemetry.HOSTED_URL", server.base_url)
         server.script("telemetry", echo_of(KEY)(500), Answer(body={"status": "accepted"}))
         yield server

@@ -16,14 +16,15 @@ import pytest
 
 import tinkex
 from support import Clock, Wire, pass_json, sample_json, serving, step_json, wait_until
-from tinkex import ServiceClient, codec, protobuf, types
-from tinkex.engine import EngineError, Writer
+from tinkex import ServiceClient, types
+from tinkex.engine.api import EngineError, Writer
 from tinkex.engine.fake import FakeEngine
-from tinkex.protocol import OPERATIONS, PREFIX
 from tinkex.server.app import create_app
-from tinkex.server.journal import Journal
-from tinkex.server.promises import JUST_READ, KEEP_READ, KEEP_UNREAD, Promises
+from tinkex.server.runs.journal import Journal
+from tinkex.server.runs.promises import JUST_READ, KEEP_READ, KEEP_UNREAD, Promises
 from tinkex.server.state import Limits
+from tinkex.wire import codec, protobuf
+from tinkex.wire.protocol import OPERATIONS, PREFIX
 
 
 class Recorder:
@@ -461,7 +462,7 @@ def test_an_expired_checkpoint_is_gone_and_its_name_is_free(wire: Wire, monkeypa
     path = save(wire, model, 1, "a", ttl_seconds=3600)["path"]
     assert wire.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
     later = time.time() + 3601
-    monkeypatch.setattr("tinkex.server.store.time.time", lambda: later)
+    monkeypatch.setattr("tinkex.server.database.store.time.time", lambda: later)
     refusal(wire, 404, "weights_info", {"tinker_path": path}, "a")
     load = {"model_id": model, "seq_id": 2, "path": path, "optimizer": True}
     failure(wire.run("load_weights", load), "no checkpoint", "expired")
@@ -730,7 +731,7 @@ def test_a_result_can_be_read_twice(wire: Wire) -> None:
 def test_results_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         now = [1000.0]
-        monkeypatch.setattr("tinkex.server.promises.time.monotonic", lambda: now[0])
+        monkeypatch.setattr("tinkex.server.runs.promises.time.monotonic", lambda: now[0])
         promises = Promises(clock=lambda: now[0])
         unread, read, pending = (promises.add(name, b"", "s") for name in ("unread", "read", "pending"))
         unread.settle(1)
@@ -755,11 +756,11 @@ def test_results_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_read_is_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those read last stay; what was read just now stays whatever its size, and so does what nobody has read."""
-    monkeypatch.setattr("tinkex.server.promises.KEEP_READ_BYTES", 100)
+    monkeypatch.setattr("tinkex.server.runs.promises.KEEP_READ_BYTES", 100)
 
     async def run() -> None:
         now = [1000.0]
-        monkeypatch.setattr("tinkex.server.promises.time.monotonic", lambda: now[0])
+        monkeypatch.setattr("tinkex.server.runs.promises.time.monotonic", lambda: now[0])
         promises = Promises(clock=lambda: now[0])
         for name, size in (("first", 60), ("second", 60), ("unread", 0), ("third", 30)):
             promise = promises.add(name, b"", "s")
@@ -983,9 +984,9 @@ def test_a_waiter_is_told_when_its_session_ends(serve: Callable[..., Wire]) -> N
 @pytest.mark.covers("S6")
 def test_a_silent_session_is_ended(serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch) -> None:
     real, clock = asyncio.sleep, Clock()
-    for module in ("state", "handlers"):
+    for module in ("state", "routes.handlers"):
         monkeypatch.setattr(f"tinkex.server.{module}.time", clock)
-    monkeypatch.setattr("tinkex.server.handlers.asyncio.sleep", lambda seconds: real(min(seconds, 0.05)))
+    monkeypatch.setattr("tinkex.server.routes.handlers.asyncio.sleep", lambda seconds: real(min(seconds, 0.05)))
     engine = FakeEngine()
     wire = serve(engine, limits=Limits(session_seconds=60))
     silent, lively = wire.session(), wire.session()
@@ -1055,7 +1056,7 @@ def test_a_model_of_an_earlier_life_is_not_made_again(serve: Callable[..., Wire]
 def test_data_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     import sqlite3
 
-    from tinkex.server.store import Store
+    from tinkex.server.database.store import Store
 
     Store(tmp_path / "tinkex.sqlite3").close()
     database = sqlite3.connect(tmp_path / "tinkex.sqlite3")

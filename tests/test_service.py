@@ -15,7 +15,8 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import MODEL, is_coroutine_function, make_data, wait_until
-from tinkex import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient, codec, protobuf, types
+from tinkex import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient, types
+from tinkex.wire import codec, protobuf
 
 KEY = "tml-very-secret"
 STATE = "tinker://other:train:0/weights/a"

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 import tinkex
-import tinkex.session
+import tinkex.client.session
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import Clock, settled, wait_until
 from tinkex import ServiceClient
-from tinkex.config import Config
-from tinkex.futures import start
-from tinkex.session import Session, shadow_of
-from tinkex.transport import HttpExchange
+from tinkex.client.futures.api_future import start
+from tinkex.client.http.transport import HttpExchange
+from tinkex.client.session import Session, shadow_of
+from tinkex.client.settings.config import Config
 
 KEY = "tml-very-secret"
 
@@ -45,14 +45,14 @@ def configured() -> Iterator[Callable[..., None]]:
 @pytest.fixture
 def lively(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats come quickly."""
-    monkeypatch.setattr("tinkex.session.HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("tinkex.client.session.HEARTBEAT_SECONDS", 0.05)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time as a session sees it."""
     made = Clock()
-    monkeypatch.setattr("tinkex.session.time", made)
+    monkeypatch.setattr("tinkex.client.session.time", made)
     return made
 
 
@@ -178,7 +178,7 @@ def test_a_server_that_keeps_failing_is_given_up_in_time(
     path: str,
     config: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.05)
+    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.05)
     configured(timeout=1.0, patience=300.0)
     faulty.script("client/config", Answer(body=config))
     faulty.script(path, Answer(503, {"detail": "starting up"}))
@@ -196,16 +196,16 @@ def test_a_server_that_keeps_failing_is_given_up_in_time(
 
 @pytest.mark.covers("C30")
 def test_the_times_of_heartbeats() -> None:
-    assert tinkex.session.HEARTBEAT_SECONDS == 10.0
-    assert tinkex.session.HEARTBEAT_TIMEOUT == 10.0
-    assert tinkex.session.SILENCE_SECONDS == 120.0
+    assert tinkex.client.session.HEARTBEAT_SECONDS == 10.0
+    assert tinkex.client.session.HEARTBEAT_TIMEOUT == 10.0
+    assert tinkex.client.session.SILENCE_SECONDS == 120.0
 
 
 @pytest.mark.covers("C30", "D23")
 def test_heartbeats_come_at_their_time_and_name_their_session(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.session.HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr("tinkex.client.session.HEARTBEAT_SECONDS", 0.2)
     with opened(faulty):
         wait_until(lambda: len(beats(faulty)) >= 3)
     created = faulty.requests("create_session")[0].when
@@ -219,8 +219,8 @@ def test_heartbeats_come_at_their_time_and_name_their_session(
 def test_a_heartbeat_has_ten_seconds_and_one_attempt_whatever_is_configured(
     faulty: FaultyServer, configured: Callable[..., None], monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    monkeypatch.setattr("tinkex.session.HEARTBEAT_SECONDS", 0.2)
-    monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.001)
+    monkeypatch.setattr("tinkex.client.session.HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.001)
     configured(timeout=77.0, max_retries=9, patience=300.0)
     faulty.script("session_heartbeat", Answer(status, {"detail": "not now"}))
     with opened(faulty):
@@ -252,7 +252,7 @@ def test_a_heartbeat_has_ten_seconds_and_one_attempt_whatever_is_configured(
 def test_heartbeats_go_on_through_every_failure(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, failure: Answer
 ) -> None:
-    monkeypatch.setattr("tinkex.session.HEARTBEAT_TIMEOUT", 0.2 if failure.delay else 10.0)
+    monkeypatch.setattr("tinkex.client.session.HEARTBEAT_TIMEOUT", 0.2 if failure.delay else 10.0)
     caplog.set_level(logging.WARNING)
     faulty.script("session_heartbeat", failure, failure, failure, Answer(body={}))
     with opened(faulty) as service:
@@ -312,7 +312,7 @@ def test_heartbeats_that_fail_for_long_are_told_with_session_and_reason(
 def test_a_session_that_is_gone_is_beaten_for_no_longer_and_nothing_is_said(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.session.SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr("tinkex.client.session.SILENCE_SECONDS", 0.0)
     caplog.set_level(logging.WARNING)
     faulty.script("session_heartbeat", Answer(body={}), Answer(410, {"detail": "finished"}))
     with opened(faulty):
@@ -385,7 +385,7 @@ def test_by_default_there_is_no_limit() -> None:
 @pytest.mark.covers("D11")
 @pytest.mark.usefixtures("lively")
 def test_a_slow_heartbeat_delays_no_other(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinkex.session.HEARTBEAT_TIMEOUT", 60)
+    monkeypatch.setattr("tinkex.client.session.HEARTBEAT_TIMEOUT", 60)
     opened_so_far, release = iter(range(10)), threading.Event()
     faulty.script("create_session", lambda _: Answer(body={"session_id": f"s{next(opened_so_far)}"}))
     faulty.script("sessions/s0/finish", Answer())
@@ -458,7 +458,7 @@ def test_shadows_are_told_apart_by_server_and_key() -> None:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shortest time between two looks at the configuration is short."""
-    monkeypatch.setattr("tinkex.session.SHORTEST_REFRESH", 0.05)
+    monkeypatch.setattr("tinkex.client.session.SHORTEST_REFRESH", 0.05)
 
 
 def test_the_configuration_is_fetched_before_the_session_is_made(faulty: FaultyServer) -> None:
@@ -507,7 +507,7 @@ def test_the_configuration_is_refreshed_and_failures_keep_the_last(faulty: Fault
 
 
 def test_the_configuration_is_not_asked_for_more_often_than_every_ten_seconds() -> None:
-    assert tinkex.session.SHORTEST_REFRESH == 10.0
+    assert tinkex.client.session.SHORTEST_REFRESH == 10.0
 
 
 @pytest.mark.usefixtures("eager")

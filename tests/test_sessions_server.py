@@ -20,12 +20,12 @@ import tinkex
 from support import Clock, Heard, Keyed, Wire, pass_json, sample_json, serving, step_json
 from test_survival import life, played
 from test_survival import until as until_so
+from tinkex.client.rest import RestClient
 from tinkex.engine.fake import FakeEngine
-from tinkex.rest import RestClient
-from tinkex.server import store
-from tinkex.server.accounts import create_key, revoke_key
+from tinkex.server.access.accounts import create_key, revoke_key
+from tinkex.server.database import store
+from tinkex.server.database.store import DATABASE, Store
 from tinkex.server.state import Limits
-from tinkex.server.store import DATABASE, Store
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time as the server sees it."""
     made = Clock()
-    for module in ("state", "handlers"):
+    for module in ("state", "routes.handlers"):
         monkeypatch.setattr(f"tinkex.server.{module}.time", made)
     return made
 
@@ -298,7 +298,7 @@ def test_a_link_to_a_trace_cannot_be_made_up_or_used_later(wire: Wire, monkeypat
     assert fetch(url[:-1] + ("0" if url[-1] != "0" else "1")).status == 403
     assert fetch(url.replace("expires=", "expires=9")).status == 403
     assert fetch(url.split("?")[0]).status == 403
-    monkeypatch.setattr("tinkex.server.sessions.LINK_SECONDS", -5)
+    monkeypatch.setattr("tinkex.server.routes.session_records.LINK_SECONDS", -5)
     late = fetch(wire.get(f"sessions/{one}/trace_export")["url"])
     assert late.status == 403
     assert "expired" in late.json["detail"]
@@ -327,7 +327,7 @@ def test_a_program_with_its_own_backend_gets_the_trace_as_a_file(tmp_path: Path)
 
 
 def test_a_timeline_has_a_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinkex.server.usage.SPANS_PER_SESSION", 3)
+    monkeypatch.setattr("tinkex.server.routes.usage.SPANS_PER_SESSION", 3)
     wire = serve()
     url = wire.get(f"sessions/{work(wire)}/trace_export")["url"]
     assert list(spans(fetch(url).json)) == ["create_model", "forward_backward", "optim_step"]

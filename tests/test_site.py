@@ -120,7 +120,7 @@ def test_every_command_is_in_the_reference_with_its_options() -> None:
 
 
 def test_every_endpoint_is_in_the_reference() -> None:
-    from tinkex.protocol import OPERATIONS
+    from tinkex.wire.protocol import OPERATIONS
 
     page = site.endpoints_page()
     for operation in OPERATIONS:
@@ -188,8 +188,8 @@ def test_a_message_that_nobody_writes_is_found_out() -> None:
 
 
 def test_the_losses_that_the_engine_has_are_in_the_guide() -> None:
-    from tinkex.engine import STABLE_REINFORCE
-    from tinkex.engine.losses import CUSTOM, LOSSES
+    from tinkex.engine.api import STABLE_REINFORCE
+    from tinkex.engine.losses.table import CUSTOM, LOSSES
 
     page = (DOCS / "guides" / "training-loop.md").read_text(encoding="utf-8")
     table = page[page.index("## Losses") :].partition("\n## ")[0]
@@ -201,7 +201,7 @@ def test_the_losses_that_the_engine_has_are_in_the_guide() -> None:
 
 
 def test_the_families_that_the_engine_has_are_in_the_page_on_models() -> None:
-    from tinkex.engine.config import ARCHITECTURES
+    from tinkex.engine.families.model_config import ARCHITECTURES
 
     page = (DOCS / "models.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\|[^|]*\| `(\w+)` \|", page, re.MULTILINE)) - {"model_type"} == set(ARCHITECTURES)

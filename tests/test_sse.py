@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tinkex.sse import Decoder, ServerSentEvent, events
+from tinkex.wire.sse import Decoder, ServerSentEvent, events
 
 
 def decoded(*chunks: bytes, limit: int = 2**20) -> list[ServerSentEvent]:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from support import MODEL, Wire, let_pass, sample_json, serving, wait_until
-from tinkex.engine import EngineError
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.state import Limits

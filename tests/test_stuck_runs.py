@@ -10,7 +10,7 @@ import pytest
 import tinkex
 from support import MODEL, serving
 from tinkex import ServiceClient, TrainingClient, types
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.torch.engine import TorchEngine
 
 if TYPE_CHECKING:
     from pathlib import Path

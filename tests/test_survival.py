@@ -18,16 +18,18 @@ from typing import Any
 import pytest
 
 from support import Clock, pass_json, sample_json, step_json
-from tinkex.engine import EngineError
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import AsgiExchange
-from tinkex.server import commit_log, promises, state, submission
-from tinkex.server.accounts import create_key
+from tinkex.server import state
+from tinkex.server.access.accounts import create_key
 from tinkex.server.app import create_app
-from tinkex.server.data_dir import DataDirError
-from tinkex.server.journal import Committer, Journal
+from tinkex.server.database import commit_log
+from tinkex.server.database.store import DATABASE
+from tinkex.server.files.data_dir import DataDirError
+from tinkex.server.runs import admission, promises
+from tinkex.server.runs.journal import Committer, Journal
 from tinkex.server.state import Limits
-from tinkex.server.store import DATABASE
 
 POLL = Limits(poll_seconds=5)
 
@@ -483,8 +485,8 @@ def test_a_record_that_is_being_written_is_not_taken_for_a_torn_one(tmp_path: Pa
 def test_a_nameless_sampler_is_written_once_and_only_for_a_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "STATE_OPERATIONS", 4)
-    monkeypatch.setattr(submission, "STATE_REST", 0)
+    monkeypatch.setattr(admission, "STATE_OPERATIONS", 4)
+    monkeypatch.setattr(admission, "STATE_REST", 0)
     written: Counter[str] = Counter()
 
     def note(method: str, subject: str) -> None:
@@ -534,8 +536,8 @@ def test_a_nameless_sampler_that_is_made_anew_while_it_is_written_is_the_new_one
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And whoever trains and samples meanwhile does not wait."""
-    monkeypatch.setattr(submission, "STATE_OPERATIONS", 3)
-    monkeypatch.setattr(submission, "STATE_REST", 0)
+    monkeypatch.setattr(admission, "STATE_OPERATIONS", 3)
+    monkeypatch.setattr(admission, "STATE_REST", 0)
     held = Held("save_sampler")
 
     async def scenario() -> None:
@@ -571,8 +573,8 @@ def test_a_nameless_sampler_that_is_made_anew_while_it_is_written_is_the_new_one
 
 @pytest.mark.covers("S44")
 def test_results_that_were_just_read_outlive_a_second_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submission, "STATE_OPERATIONS", 2)
-    monkeypatch.setattr(submission, "STATE_REST", 0)
+    monkeypatch.setattr(admission, "STATE_OPERATIONS", 2)
+    monkeypatch.setattr(admission, "STATE_REST", 0)
 
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
@@ -620,7 +622,7 @@ def test_a_nameless_sampler_whose_number_is_used_again_after_a_crash_is_the_new_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first was put on disk, the second was taken and not made; it must not be mistaken for saved."""
-    monkeypatch.setattr(submission, "STATE_OPERATIONS", 3)
+    monkeypatch.setattr(admission, "STATE_OPERATIONS", 3)
     held = Held("forward_backward")
     held.gate.set()
 
@@ -691,7 +693,7 @@ def test_a_result_that_made_room_while_a_state_was_written_is_not_kept_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For there is nothing left of it, and a run must not break of that."""
-    monkeypatch.setattr(submission, "STATE_OPERATIONS", 3)
+    monkeypatch.setattr(admission, "STATE_OPERATIONS", 3)
     monkeypatch.setattr(promises, "KEEP_READ_BYTES", 10)
     held, clock = Held("save_sampler"), Clock()
 
@@ -786,7 +788,7 @@ def test_a_server_that_stops_fails_nothing_and_leaves_a_state_behind(tmp_path: P
             later = [await first.submit("forward_backward", pass_json(model, number)) for number in range(9, 14)]
             asking = [asyncio.create_task(first.send("retrieve_future", {"request_id": i})) for i in [drawn, *later]]
             await asyncio.sleep(0.05)
-            await submission.leave(first.state)
+            await admission.leave(first.state)
             assert {status for status, _ in await asyncio.gather(*asking)} == {503}
             assert (await first.send("retrieve_future", {"request_id": later[-1]}))[0] == 503
             assert (await first.send("forward_backward", pass_json(model, 8)))[0] == 503
@@ -818,9 +820,9 @@ def test_states_that_take_long_are_written_less_often(
 ) -> None:
     """Each takes a second, and there is a step a second besides: of six steps, some rest."""
     clock, saves = Clock(), []
-    monkeypatch.setattr(submission, "time", clock)
-    monkeypatch.setattr(submission, "STATE_OPERATIONS", 2)
-    monkeypatch.setattr(submission, "STATE_REST", rest)
+    monkeypatch.setattr(admission, "time", clock)
+    monkeypatch.setattr(admission, "STATE_OPERATIONS", 2)
+    monkeypatch.setattr(admission, "STATE_REST", rest)
 
     def slow(method: str, subject: str) -> None:
         if method == "save":
@@ -846,7 +848,7 @@ def test_a_run_goes_on_while_its_state_is_written(
     is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """… which is the state as it was, and the next life goes on as this one did, whether it was written or not."""
-    monkeypatch.setattr(submission, "STATE_OPERATIONS", 2)
+    monkeypatch.setattr(admission, "STATE_OPERATIONS", 2)
     held = Held("save")
 
     async def scenario() -> None:
@@ -916,7 +918,7 @@ def test_nobody_is_told_of_a_load_before_its_state_is_written(tmp_path: Path) ->
 def test_a_state_that_cannot_be_written_fails_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(submission, "STATE_OPERATIONS", 2)
+    monkeypatch.setattr(admission, "STATE_OPERATIONS", 2)
 
     async def scenario() -> None:
         async with life(tmp_path / "a", FakeEngine(fail=failing("save"))) as first:
@@ -935,7 +937,7 @@ def test_a_state_that_cannot_be_written_fails_no_step(
 def test_a_run_that_is_let_go_while_its_state_is_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(submission, "STATE_OPERATIONS", 2)
+    monkeypatch.setattr(admission, "STATE_OPERATIONS", 2)
     held = Held("save")
 
     async def scenario() -> None:
@@ -964,8 +966,8 @@ def test_a_run_that_cannot_be_taken_up_again_is_said_to_be_corrupted(
     """Its state on disk is damaged: nothing goes on with half of it, and whoever asks is told."""
 
     async def scenario() -> None:
-        submission_before = submission.STATE_OPERATIONS
-        submission.STATE_OPERATIONS = 1
+        submission_before = admission.STATE_OPERATIONS
+        admission.STATE_OPERATIONS = 1
         try:
             async with life(tmp_path / "a") as server:
                 model = await server.model()
@@ -976,7 +978,7 @@ def test_a_run_that_cannot_be_taken_up_again_is_said_to_be_corrupted(
                     await asyncio.sleep(0.01)
                 left = killed(tmp_path / "a")
         finally:
-            submission.STATE_OPERATIONS = submission_before
+            admission.STATE_OPERATIONS = submission_before
         [damaged] = (left / "runs").glob("*/state-2/fake.json")
         damaged.write_text("{")
         async with life(left) as server:

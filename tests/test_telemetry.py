@@ -30,7 +30,9 @@ import pytest
 from faulty import Answer, FaultyServer, faulty_server
 from support import silence, wait_until
 from tinkex import events, telemetry, types
-from tinkex.config import HOSTED_URL, Config
+from tinkex.client.futures.api_future import start
+from tinkex.client.http.transport import Transport
+from tinkex.client.settings.config import HOSTED_URL, Config
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -42,9 +44,12 @@ from tinkex.errors import (
     RateLimitError,
     RequestFailedError,
 )
-from tinkex.futures import start
-from tinkex.protocol import PROTOCOL_VERSION
-from tinkex.redaction import (
+from tinkex.telemetry import Provider, Reporter, capture_exceptions
+from tinkex.types.record import literal_values, parse_literal
+from tinkex.types.sessions import TelemetryResponse, TelemetrySendRequest
+from tinkex.types.telemetry import EventType, Severity, as_severity, parse_event
+from tinkex.wire.protocol import PROTOCOL_VERSION
+from tinkex.wire.redaction import (
     MOST_CHARACTERS,
     MOST_ITEMS,
     MOST_TEXT,
@@ -53,11 +58,6 @@ from tinkex.redaction import (
     is_secret_name,
     secrets_of,
 )
-from tinkex.telemetry import Provider, Reporter, capture_exceptions
-from tinkex.transport import Transport
-from tinkex.types.record import literal_values, parse_literal
-from tinkex.types.sessions import TelemetryResponse, TelemetrySendRequest
-from tinkex.types.telemetry import EventType, Severity, as_severity, parse_event
 
 ACCEPTED = Answer(body={"status": "accepted"})
 Make = Callable[..., Reporter]
@@ -1275,8 +1275,8 @@ def test_whoever_stops_waiting_for_the_end_does_not_stop_the_end(make: Make) -> 
 PROGRAM = """
 import sys, time, os, atexit
 from tinkex import telemetry
-from tinkex.config import Config
-from tinkex.transport import Transport
+from tinkex.client.settings.config import Config
+from tinkex.client.http.transport import Transport
 transport = Transport(Config(base_url=sys.argv[1], api_key="tml-topsecret"))
 reporter = telemetry.Reporter(telemetry.sender(transport), "program")
 reporter.log("step")
@@ -1391,9 +1391,9 @@ def test_a_finalizer_may_report_while_its_thread_reports(make: Make) -> None:
 def test_nothing_waits_once_the_program_has_ended() -> None:
     late = PROGRAM + textwrap.dedent(
         """
-        import tinkex.runtime
+        import tinkex.client.futures.loop_thread
         print('end', flush=True)
-        tinkex.runtime.runtime().stop()
+        tinkex.client.futures.loop_thread.runtime().stop()
         assert not reporter.flush(sync=True)
         late = telemetry.Reporter(telemetry.sender(transport), "late")
         assert not late.flush(sync=True) and not late.wait_until_drained() and late.stop()

@@ -24,8 +24,8 @@ def test_transformers_loads_it_and_agrees_with_the_engine() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tinkex.engine import run_pass
-    from tinkex.engine.torch_engine import TorchEngine
+    from tinkex.engine.api import run_pass
+    from tinkex.engine.torch.engine import TorchEngine
     from tinkex.types import LoraConfig
 
     tokenizer = AutoTokenizer.from_pretrained(TINY)

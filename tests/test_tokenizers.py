@@ -25,8 +25,8 @@ import tinkex
 from faulty import Answer, faulty_server
 from support import MODEL
 from tinkex import ServiceClient, TinkerError, tokenizers, types
-from tinkex.kimi import PATTERN, KimiTokenizer
-from tinkex.server.hub_cache import MARK, cache_root, publish_tokenizer
+from tinkex.server.files.hub_cache import MARK, cache_root, publish_tokenizer
+from tinkex.text.kimi import PATTERN, KimiTokenizer
 from tinkex.tokenizers import Tokenizer, TokenizerError, load_tokenizer
 
 TEXTS = ["hello cat", "the dog ran on the mat", "12 + 34 = 46", "naïve ☃ \n\t x", "", "</s> in text"]
@@ -229,7 +229,7 @@ def test_a_cache_that_cannot_be_written_is_only_a_warning(
 PUBLISH = """
 import sys
 from pathlib import Path
-from tinkex.server.hub_cache import publish_tokenizer
+from tinkex.server.files.hub_cache import publish_tokenizer
 sys.stdin.readline()
 for round in range(20):
     assert publish_tokenizer("org/name", Path(sys.argv[1])) is not None
@@ -274,7 +274,7 @@ def test_the_cache_is_where_the_hub_library_looks(
 def test_publishing_can_be_switched_off(
     home: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tinkex.engine import BaseModel
+    from tinkex.engine.api import BaseModel
     from tinkex.engine.fake import FakeEngine
     from tinkex.local import publish_tokenizers
 

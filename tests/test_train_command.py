@@ -26,17 +26,17 @@ from safetensors.numpy import load_file
 
 from support import MODEL, serving
 from tinkex import LocalBackend, RestClient, ServiceClient, configure
-from tinkex.chats import ChatFormat
 from tinkex.cli.main import cli
 from tinkex.cli.options import server_url
 from tinkex.cli.plot import plot
 from tinkex.cli.svg import chart
 from tinkex.cli.train import Pruning
-from tinkex.engine import BaseModel, EngineError
+from tinkex.client.futures.api_future import Future
+from tinkex.engine.api import BaseModel, EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.errors import TinkerError
-from tinkex.futures import Future
-from tinkex.supervised import Example, FineTune, Plan, RunFolder, fit, hold_out, read_examples, render
+from tinkex.finetune import Example, FineTune, Plan, RunFolder, fit, hold_out, read_examples, render
+from tinkex.text.chat_format import ChatFormat
 from tinkex.tokenizers import Tokenizer, load_tokenizer
 from tinkex.types import ForwardBackwardOutput, OptimStepResponse, SaveWeightsResponse, TensorData
 

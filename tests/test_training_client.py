@@ -18,9 +18,10 @@ import tinkex
 from faulty import Answer, FaultyServer, faulty_server
 from support import wait_until
 from tinkex import ServiceClient, TrainingClient, types
-from tinkex.engine import EngineError
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server import handlers, submission
+from tinkex.server.routes import handlers
+from tinkex.server.runs import admission
 from tinkex.server.state import Limits
 
 Make = Callable[..., ServiceClient]
@@ -62,7 +63,7 @@ def log() -> Log:
 def numbers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The seq_ids in the order in which the server got them."""
     arrived: list[int] = []
-    original = submission.enqueue
+    original = admission.enqueue
 
     async def enqueue(state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any) -> Any:
         arrived.append(seq_id)
@@ -747,7 +748,7 @@ def faulty() -> Iterator[FaultyServer]:
 
 def test_a_lost_receipt_does_not_run_a_call_twice(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to a submission is lost: the same bytes go out again under the same number."""
-    monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.01)
+    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.01)
     created = Answer(body={"model_id": "m"})
     faulty.script("retrieve_future", created, Answer(body={}))
     faulty.script("optim_step", Answer(drop=True), Answer(503), Answer(body={"request_id": "r"}))

@@ -20,7 +20,9 @@ import torch
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import settled, wait_until
-from tinkex import ServiceClient, TrainingClient, codec, training, types
+from tinkex import ServiceClient, TrainingClient, types
+from tinkex.client import training_client
+from tinkex.wire import codec
 
 RUN = "s:train:0"
 STEP = types.AdamParams(learning_rate=0.1)
@@ -154,7 +156,7 @@ def test_a_saved_sampler_has_no_type_as_in_the_official_client(server: Server, c
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits before a retry are short."""
-    monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.01)
+    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.01)
 
 
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -296,8 +298,8 @@ def test_loss_settings_are_brought_to_one_form(faulty: FaultyServer, client: Tra
     assert sent.forward_backward_input.loss_fn_config == {
         "clip": 0.2, "beta": 1.0, "low": 0.5, "mode": "hard", "odd": 3.0,
     }  # fmt: skip
-    assert training.checked_config("custom", {"loss_id": "12"}) == {"loss_id": "12"}
-    assert training.checked_config("ppo", {"name": "nan"}) == {"name": "nan"}
+    assert training_client.checked_config("custom", {"loss_id": "12"}) == {"loss_id": "12"}
+    assert training_client.checked_config("ppo", {"name": "nan"}) == {"name": "nan"}
 
 
 @pytest.mark.covers("C47", "24.training.6", "C83", "1.15/5")
@@ -505,7 +507,7 @@ def test_a_call_of_any_kind_given_up_while_it_is_sent_still_arrives(
     faulty: FaultyServer, server: Server, client: TrainingClient, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is given up between a failed attempt and the next: that one is still made, and only then the next call's."""
-    monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.1)
+    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.1)
     path, gate = PATHS[call], threading.Event()
 
     def good(seen: Seen) -> Answer:

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkex import types
-from tinkex.transforms import NOT_GIVEN, OMIT, NotGiven, Omit, coalesce, is_given, transform
 from tinkex.types.checkpoints import SetCheckpointTtlRequest
 from tinkex.types.record import to_builtins, to_json
+from tinkex.wire.json_values import NOT_GIVEN, OMIT, NotGiven, Omit, coalesce, is_given, transform
 
 MARKS = pytest.mark.parametrize(("mark", "kind"), [(NOT_GIVEN, NotGiven), (OMIT, Omit)])
 

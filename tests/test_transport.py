@@ -26,11 +26,13 @@ import tinkex.telemetry
 from faulty import Answer, FaultyServer, faulty_server
 from support import wait_until
 from test_otel import StandIn
-from tinkex import events, limits, protocol, transport, types
-from tinkex.config import Config, configure
-from tinkex.exchanges import redact_headers, redact_url
-from tinkex.redaction import Scrubber
-from tinkex.transport import Transport, backoff
+from tinkex import events, types
+from tinkex.client.http import limits, transport
+from tinkex.client.http.transport import Transport, backoff
+from tinkex.client.settings.config import Config, configure
+from tinkex.wire import protocol
+from tinkex.wire.redacted_http import redact_headers, redact_url
+from tinkex.wire.redaction import Scrubber
 
 OK = Answer(body={"session_id": "s"})
 HELLO = types.CreateSessionRequest()

@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tinkex
-from tinkex import codec, protobuf, types
+from tinkex import types
 from tinkex.types.inputs import token_array
 from tinkex.types.record import Record, from_json, to_json
+from tinkex.wire import codec, protobuf
 
 # ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -21,8 +21,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tinkex import codec, types
+from tinkex import types
 from tinkex.types.record import Record, to_builtins
+from tinkex.wire import codec
 
 # Where ours differs on purpose. Every one of them accepts all that the official type accepts.
 OPTIONAL_HERE = {

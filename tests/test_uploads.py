@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkex.transforms import NOT_GIVEN, OMIT
+from tinkex.client.http.multipart import body_for, multipart
 from tinkex.types import AdamParams
-from tinkex.uploads import body_for, multipart
+from tinkex.wire.json_values import NOT_GIVEN, OMIT
 
 
 def parts_of(content_type: str, body: bytes) -> list[tuple[str, str | None, str, bytes]]:

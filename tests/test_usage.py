@@ -14,11 +14,11 @@ import pytest
 
 import tinkex
 from support import Keyed, Wire, pass_json, sample_json, serving, step_json
+from tinkex.client.rest import AdminClient
 from tinkex.engine.fake import FakeEngine
-from tinkex.rest import AdminClient
-from tinkex.server.accounts import create_key, revoke_key
-from tinkex.server.store import DATABASE, Store
-from tinkex.server.usage import Meter
+from tinkex.server.access.accounts import create_key, revoke_key
+from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.routes.usage import Meter
 
 Serve = Callable[..., Wire]
 

@@ -21,10 +21,11 @@ import msgspec
 import pytest
 
 from support import MODEL, Wire, pass_json, sample_json, serving, step_json
-from tinkex import codec, types
+from tinkex import types
 from tinkex.engine.fake import FakeEngine
-from tinkex.protocol import OPERATIONS
 from tinkex.types.record import Record
+from tinkex.wire import codec
+from tinkex.wire.protocol import OPERATIONS
 
 HERE = Path(__file__).parent
 # What clients know how to put together again from several parts of a call; of others they say nothing.
@@ -158,7 +159,7 @@ def test_a_client_of_any_version_runs_the_loop(version: str, server_url: str, lo
 @pytest.fixture(scope="session")
 def brisk_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that holds polls for a moment only, and announces almost every result before it sends it."""
-    from tinkex.engine.torch_engine import TorchEngine
+    from tinkex.engine.torch.engine import TorchEngine
     from tinkex.local import publish_tokenizers
     from tinkex.server.state import Limits
 

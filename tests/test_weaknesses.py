@@ -30,9 +30,10 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving, wait_until
-from tinkex import AdminClient, RestClient, ServiceClient, TrainingClient, codec, protobuf, types
+from tinkex import AdminClient, RestClient, ServiceClient, TrainingClient, types
+from tinkex.client.futures.batch_polling import ACK_DELAY
 from tinkex.engine.fake import FakeEngine
-from tinkex.pollers import ACK_DELAY
+from tinkex.wire import codec, protobuf
 
 KEY = "tml-very-secret"
 STEP = types.AdamParams(learning_rate=0.1)
@@ -100,7 +101,7 @@ def service(faulty: FaultyServer) -> Iterator[ServiceClient]:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits before a retry are short."""
-    monkeypatch.setattr("tinkex.transport.backoff", lambda *_, **__: 0.01)
+    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.01)
 
 
 @pytest.fixture
@@ -608,7 +609,7 @@ def test_w15_nothing_hangs_after_a_fork(tmp_path: Path) -> None:
 @pytest.mark.covers("W16", "C32")
 def test_w16_dropped_clients_stop_their_heartbeats(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four sessions two are dropped, one lives on in its service client and one in a training client."""
-    monkeypatch.setattr("tinkex.session.HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr("tinkex.client.session.HEARTBEAT_SECONDS", 0.1)
     opened = iter(range(10))
     faulty.script("create_session", lambda _: Answer(body={"session_id": f"s{next(opened)}"}))
     services = [ServiceClient(base_url=faulty.base_url) for _ in range(4)]
@@ -767,7 +768,7 @@ ENCODING = """
 import json, time
 import tinker, tinkex
 from tinker._compat import model_dump
-from tinkex import codec
+from tinkex.wire import codec
 
 tokens = [index % 50_000 for index in range(32_768)]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tinkex.loss_graphs import PerDatumLossFn
+from tinkex.client.losses.loss_graphs import PerDatumLossFn
 from tinkex.types.custom_losses import CustomLossInputRank
 
 

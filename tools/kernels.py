@@ -112,7 +112,7 @@ def compile_all(arch: int) -> Iterator[Made]:
 
 def _launches() -> Iterator[str]:
     """Every kernel in the variants that models of these shapes use; says what was launched."""
-    from tinkex.engine import flash_kernel, kernels, paged_kernel
+    from tinkex.engine.kernels import flash, gates, paged
 
     def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -121,42 +121,42 @@ def _launches() -> Iterator[str]:
     for shape in SHAPES:
         heads, groups, channels = shape[3:6]
         x, weight = empty(TOKENS, shape.hidden), empty(shape.hidden)
-        kernels.norm_forward(x, weight, 1e-6)
+        gates.norm_forward(x, weight, 1e-6)
         for rest in (None, x):
-            kernels.add_norm_forward(x, rest, x, weight, 1e-6)
-            kernels.norm_backward(rest, x, x, weight, 1e-6)
+            gates.add_norm_forward(x, rest, x, weight, 1e-6)
+            gates.norm_backward(rest, x, x, weight, 1e-6)
         yield shape.name
         both, narrow = empty(TOKENS, 2 * shape.mlp), empty(TOKENS, shape.mlp)
-        kernels.gate_forward(both, shape.activation)
-        kernels.gate_backward(narrow, both, shape.activation)
+        gates.gate_forward(both, shape.activation)
+        gates.gate_backward(narrow, both, shape.activation)
         yield shape.name
         qkv, turn = empty(TOKENS, (heads + 2 * groups) * channels), empty(TOKENS, 1, channels // 2)
         norms = (empty(channels), empty(channels)) if shape.normed else None
-        q, k, v = kernels.heads_forward(qkv, (heads, groups, groups), norms, turn, turn, 1e-6)
-        kernels.heads_backward(q, k, k, qkv, norms, turn, turn, 1e-6)
-        kernels.store(empty(2, 64, 32, groups, channels), empty(TOKENS, dtype=torch.int64), k, v)
+        q, k, v = gates.heads_forward(qkv, (heads, groups, groups), norms, turn, turn, 1e-6)
+        gates.heads_backward(q, k, k, qkv, norms, turn, turn, 1e-6)
+        gates.store(empty(2, 64, 32, groups, channels), empty(TOKENS, dtype=torch.int64), k, v)
         yield shape.name
         for rank in (8, 32, 64, 128):
             low, factors = empty(TOKENS, rank), (empty(shape.mlp, rank), empty(shape.mlp, rank))
-            kernels.add_product(x, low, empty(shape.hidden, rank).t(), 0.5)
-            kernels.add_product(x, low, empty(rank, shape.hidden), 0.5)
+            gates.add_product(x, low, empty(shape.hidden, rank).t(), 0.5)
+            gates.add_product(x, low, empty(rank, shape.hidden), 0.5)
             lows = empty(TOKENS, 2 * rank)
-            kernels.shared_gate(both, lows, factors, 0.5, shape.activation, narrow)
-            kernels.shared_gate(both, lows, factors, 0.5, shape.activation, both, narrow)
+            gates.shared_gate(both, lows, factors, 0.5, shape.activation, narrow)
+            gates.shared_gate(both, lows, factors, 0.5, shape.activation, both, narrow)
             yield f"{shape.name}, rank {rank}"
         for window in (None, 512):
-            tables = flash_kernel.tables([TOKENS], channels, cpu)
-            mixed, sums = flash_kernel.forward((q, k, v), tables.forward_N3, 0.1, window)
-            flash_kernel.gradients(mixed, (q, k, v), mixed, sums, tables, 0.1, window)
+            tables = flash.tables([TOKENS], channels, cpu)
+            mixed, sums = flash.forward((q, k, v), tables.forward_N3, 0.1, window)
+            flash.gradients(mixed, (q, k, v), mixed, sums, tables, 0.1, window)
             for softcap in (None, 30.0):
                 blocks, places = empty(64, 16, dtype=torch.int64), empty(64, dtype=torch.int64)
                 cache = empty(2, 64, 32, groups, channels)
-                paged_kernel.paged_attention(q[:64], cache, blocks, places, 0.1, window, softcap)
+                paged.paged_attention(q[:64], cache, blocks, places, 0.1, window, softcap)
             yield shape.name if window is None else f"{shape.name}, window"
     for dtype in (torch.bfloat16, torch.float32):
         logits, column = empty(256, VOCABULARY, dtype=dtype), empty(256, 1, dtype=torch.float32)
-        kernels.log_sums(logits)
-        kernels.softmax_gradient(logits, column, column, torch.bfloat16)
+        gates.log_sums(logits)
+        gates.softmax_gradient(logits, column, column, torch.bfloat16)
         yield str(dtype)
 
 

@@ -89,12 +89,12 @@ def commands_page() -> str:
 
 def endpoints_page() -> str:
     """The endpoints, from the table that client and server share."""
-    from tinkex.protocol import OPERATIONS, PREFIX
+    from tinkex.wire.protocol import OPERATIONS, PREFIX
 
     lines = [
         "# Endpoints",
         "",
-        "Every HTTP endpoint, made of `tinkex.protocol.OPERATIONS`, the table that the client calls and the server",
+        "Every HTTP endpoint, made of `tinkex.wire.protocol.OPERATIONS`, the table that the client calls and the server",
         f"routes. Paths begin with `{PREFIX}/`. Where there is a result, the answer is a receipt, and the result is",
         "fetched with `retrieve_future`. What is in a request or an answer: [types](types.md); how it goes together:",
         "[wire protocol](../wire-protocol.md). A server describes itself at `/openapi.json`.",
@@ -110,7 +110,7 @@ def endpoints_page() -> str:
 
 def environment_page() -> str:
     """The variables that anything in the package reads, with what the sources say they are for."""
-    from tinkex import environment
+    from tinkex.client.settings import environment
 
     source = inspect.getsource(environment)
     fields = dict(re.findall(r'"(\w+)": \w+\("([A-Z_]+)"', source))

@@ -19,8 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from tinkex.engine.attention import flash
-from tinkex.engine.flash_kernel import (
+from tinkex.engine.kernels.flash import (
     Tiling,
     forward,
     gradients,
@@ -30,6 +29,7 @@ from tinkex.engine.flash_kernel import (
     tables,
     tiles,
 )
+from tinkex.engine.model.attention import flash
 
 FORWARD = ["64x64x4x3", "128x64x8x3", "128x128x8x3", "64x64x4x2", "128x32x8x4"]
 KEYS = ["128x64x8x3", "64x32x4x3", "128x64x8x2", "64x64x4x2", "128x64x8x4", "128x32x8x4"]

@@ -16,7 +16,7 @@ import numpy as np
 from shapes import SHAPES, random_engine
 from train import mixed
 
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from shapes import SHAPES
 
-from tinkex.engine.lora import Linear
 from tinkex.engine.native.library import load
 from tinkex.engine.native.weights import Native
+from tinkex.engine.torch.lora import Linear
 
 
 def shapes_of(shape: str) -> list[tuple[int, int, int]]:

@@ -13,7 +13,7 @@ import numpy as np
 from shapes import SHAPES, random_engine
 from train import synchronize
 
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.types.training import LoraConfig

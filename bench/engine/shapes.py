@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tinkex.engine.config import DecoderConfig
-from tinkex.engine.torch_engine import TorchEngine
-from tinkex.engine.weights import assemble
+from tinkex.engine.families.model_config import DecoderConfig
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.torch.model_files import assemble
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {

@@ -23,7 +23,7 @@ from shapes import SHAPES, random_engine
 from train import mixed, ours, synchronize
 
 from tinkex import AdamParams, LocalBackend, ModelInput, SamplingClient, SamplingParams, ServiceClient
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import LoraConfig

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from shapes import SHAPES, random_engine
 
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, LoraConfig
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from load import Line
 
-from tinkex import codec
+from tinkex.wire import codec
 
 SOURCE = "127.0.0.2"
 MODEL = "tinkex/tiny"

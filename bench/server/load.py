@@ -20,11 +20,11 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from tinkex import codec
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleResponse
 from tinkex.types.sessions import RequestFailedResponse
 from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest, OptimStepResponse
+from tinkex.wire import codec
 
 DEPTH = 2
 """Steps that a training client has under way."""

@@ -45,27 +45,27 @@ if TYPE_CHECKING:
     from tinkex.adapters.platforms import (
         TrainingPlatform as TrainingPlatform,
     )
-    from tinkex.client.sampling_future import (
-        BackcompatSamplingClientFuture as BackcompatSamplingClientFuture,
-    )
-    from tinkex.client.training_future import (
-        BackcompatTrainingClientFuture as BackcompatTrainingClientFuture,
-    )
-    from tinkex.config import (
-        Config as Config,
-    )
-    from tinkex.config import (
-        configure as configure,
-    )
-    from tinkex.downloads import (
-        DownloadError as DownloadError,
-    )
-    from tinkex.downloads import (
-        download as download,
-    )
-    from tinkex.downloads import (
-        download_async as download_async,
-    )
+    from tinkex.client.futures.api_future import APIFuture as APIFuture
+    from tinkex.client.futures.api_future import AwaitableConcurrentFuture as AwaitableConcurrentFuture
+    from tinkex.client.futures.api_future import Future as Future
+    from tinkex.client.futures.api_future import await_many as await_many
+    from tinkex.client.futures.api_future import await_many_async as await_many_async
+    from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture as BackcompatSamplingClientFuture
+    from tinkex.client.futures.training_future import BackcompatTrainingClientFuture as BackcompatTrainingClientFuture
+    from tinkex.client.http.http_client import HttpClient as HttpClient
+    from tinkex.client.http.http_client import RequestOptions as RequestOptions
+    from tinkex.client.http.http_client import Timeout as Timeout
+    from tinkex.client.http.responses import APIResponse as APIResponse
+    from tinkex.client.http.retry import RetryConfig as RetryConfig
+    from tinkex.client.losses.loss_graphs import LossHandle as LossHandle
+    from tinkex.client.losses.loss_graphs import PerDatumLossFn as PerDatumLossFn
+    from tinkex.client.rest import AdminClient as AdminClient
+    from tinkex.client.rest import RestClient as RestClient
+    from tinkex.client.sampling_client import SamplingClient as SamplingClient
+    from tinkex.client.service import ServiceClient as ServiceClient
+    from tinkex.client.settings.config import Config as Config
+    from tinkex.client.settings.config import configure as configure
+    from tinkex.client.training_client import TrainingClient as TrainingClient
     from tinkex.errors import (
         APIConnectionError as APIConnectionError,
     )
@@ -123,83 +123,19 @@ if TYPE_CHECKING:
     from tinkex.errors import (
         UnprocessableEntityError as UnprocessableEntityError,
     )
-    from tinkex.futures import (
-        APIFuture as APIFuture,
-    )
-    from tinkex.futures import (
-        AwaitableConcurrentFuture as AwaitableConcurrentFuture,
-    )
-    from tinkex.futures import (
-        Future as Future,
-    )
-    from tinkex.futures import (
-        await_many as await_many,
-    )
-    from tinkex.futures import (
-        await_many_async as await_many_async,
-    )
-    from tinkex.http import (
-        HttpClient as HttpClient,
-    )
-    from tinkex.http import (
-        RequestOptions as RequestOptions,
-    )
-    from tinkex.http import (
-        Timeout as Timeout,
-    )
-    from tinkex.huggingface import (
-        push_checkpoint_adapter as push_checkpoint_adapter,
-    )
-    from tinkex.huggingface import (
-        push_checkpoint_adapter_async as push_checkpoint_adapter_async,
-    )
+    from tinkex.hub.downloads import DownloadError as DownloadError
+    from tinkex.hub.downloads import download as download
+    from tinkex.hub.downloads import download_async as download_async
+    from tinkex.hub.pushes import push_checkpoint_adapter as push_checkpoint_adapter
+    from tinkex.hub.pushes import push_checkpoint_adapter_async as push_checkpoint_adapter_async
     from tinkex.local import (
         LocalBackend as LocalBackend,
     )
-    from tinkex.loss_graphs import (
-        LossHandle as LossHandle,
-    )
-    from tinkex.loss_graphs import (
-        PerDatumLossFn as PerDatumLossFn,
-    )
-    from tinkex.recovery_policies import (
-        RecoveryError as RecoveryError,
-    )
-    from tinkex.recovery_policies import (
-        RecoveryPolicy as RecoveryPolicy,
-    )
+    from tinkex.recovery.policies import RecoveryError as RecoveryError
+    from tinkex.recovery.policies import RecoveryPolicy as RecoveryPolicy
+    from tinkex.recovery.resilient import resilient as resilient
     from tinkex.regularizers.specs import (
         RegularizerError as RegularizerError,
-    )
-    from tinkex.resilience import (
-        resilient as resilient,
-    )
-    from tinkex.responses import (
-        APIResponse as APIResponse,
-    )
-    from tinkex.rest import (
-        AdminClient as AdminClient,
-    )
-    from tinkex.rest import (
-        RestClient as RestClient,
-    )
-    from tinkex.retries import (
-        RetryConfig as RetryConfig,
-    )
-    from tinkex.sampling import (
-        SamplingClient as SamplingClient,
-    )
-    from tinkex.service import (
-        ServiceClient as ServiceClient,
-    )
-    from tinkex.training import (
-        TrainingClient as TrainingClient,
-    )
-    from tinkex.transforms import (
-        NOT_GIVEN as NOT_GIVEN,
-    )
-    from tinkex.transforms import (
-        OMIT as OMIT,
     )
     from tinkex.types.checkpoints import (
         Checkpoint as Checkpoint,
@@ -300,16 +236,18 @@ if TYPE_CHECKING:
     from tinkex.types.training import (
         OptimStepResponse as OptimStepResponse,
     )
+    from tinkex.wire.json_values import NOT_GIVEN as NOT_GIVEN
+    from tinkex.wire.json_values import OMIT as OMIT
 
 _HOMES = {
     "tinkex.adapters.clients": ["TinkexPlatform"],
     "tinkex.adapters.memory": ["MemoryPlatform"],
     "tinkex.adapters.peft": ["PeftPlatform"],
     "tinkex.adapters.platforms": ["SessionConfig", "TrainingPlatform"],
-    "tinkex.client.sampling_future": ["BackcompatSamplingClientFuture"],
-    "tinkex.client.training_future": ["BackcompatTrainingClientFuture"],
-    "tinkex.config": ["Config", "configure"],
-    "tinkex.downloads": ["DownloadError", "download", "download_async"],
+    "tinkex.client.futures.sampling_future": ["BackcompatSamplingClientFuture"],
+    "tinkex.client.futures.training_future": ["BackcompatTrainingClientFuture"],
+    "tinkex.client.settings.config": ["Config", "configure"],
+    "tinkex.hub.downloads": ["DownloadError", "download", "download_async"],
     "tinkex.errors": [
         "APIConnectionError",
         "APIError",
@@ -331,21 +269,27 @@ _HOMES = {
         "TinkerError",
         "UnprocessableEntityError",
     ],
-    "tinkex.futures": ["APIFuture", "AwaitableConcurrentFuture", "Future", "await_many", "await_many_async"],
-    "tinkex.http": ["HttpClient", "RequestOptions", "Timeout"],
-    "tinkex.huggingface": ["push_checkpoint_adapter", "push_checkpoint_adapter_async"],
+    "tinkex.client.futures.api_future": [
+        "APIFuture",
+        "AwaitableConcurrentFuture",
+        "Future",
+        "await_many",
+        "await_many_async",
+    ],
+    "tinkex.client.http.http_client": ["HttpClient", "RequestOptions", "Timeout"],
+    "tinkex.hub.pushes": ["push_checkpoint_adapter", "push_checkpoint_adapter_async"],
     "tinkex.local": ["LocalBackend"],
-    "tinkex.loss_graphs": ["LossHandle", "PerDatumLossFn"],
+    "tinkex.client.losses.loss_graphs": ["LossHandle", "PerDatumLossFn"],
     "tinkex.regularizers.specs": ["RegularizerError"],
-    "tinkex.recovery_policies": ["RecoveryError", "RecoveryPolicy"],
-    "tinkex.resilience": ["resilient"],
-    "tinkex.responses": ["APIResponse"],
-    "tinkex.rest": ["AdminClient", "RestClient"],
-    "tinkex.retries": ["RetryConfig"],
-    "tinkex.sampling": ["SamplingClient"],
-    "tinkex.service": ["ServiceClient"],
-    "tinkex.training": ["TrainingClient"],
-    "tinkex.transforms": ["NOT_GIVEN", "OMIT"],
+    "tinkex.recovery.policies": ["RecoveryError", "RecoveryPolicy"],
+    "tinkex.recovery.resilient": ["resilient"],
+    "tinkex.client.http.responses": ["APIResponse"],
+    "tinkex.client.rest": ["AdminClient", "RestClient"],
+    "tinkex.client.http.retry": ["RetryConfig"],
+    "tinkex.client.sampling_client": ["SamplingClient"],
+    "tinkex.client.service": ["ServiceClient"],
+    "tinkex.client.training_client": ["TrainingClient"],
+    "tinkex.wire.json_values": ["NOT_GIVEN", "OMIT"],
     "tinkex.types.checkpoints": ["Checkpoint", "CheckpointType", "ParsedCheckpointTinkerPath", "TrainingRun"],
     "tinkex.types.custom_losses": ["CustomLossOutput", "RegularizerOutput", "RegularizerSpec"],
     "tinkex.types.inputs": [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tinkex import environment
-from tinkex.credentials import stored_key
-from tinkex.rest import RestClient
+from tinkex.client.rest import RestClient
+from tinkex.client.settings import environment
+from tinkex.client.settings.credentials import stored_key
 
 
 def get_tinker_token() -> str | None:

@@ -19,15 +19,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from urllib.parse import unquote
 
-from tinkex.config import LOCAL
+from tinkex.client.futures.api_future import start
+from tinkex.client.http.transport import Exchange, Reply, StreamReply
+from tinkex.client.settings.config import LOCAL
 from tinkex.errors import ConfigurationError
-from tinkex.futures import start
-from tinkex.protocol import Traffic
 from tinkex.tokenizers import BUNDLED
-from tinkex.transport import Exchange, Reply, StreamReply
+from tinkex.wire.protocol import Traffic
 
 if TYPE_CHECKING:
-    from tinkex.engine import Engine
+    from tinkex.engine.api import Engine
 
 DEFAULT_MODEL = "tinkex/tiny"
 Device = Literal["auto", "cpu", "cuda"]
@@ -72,7 +72,7 @@ def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
     """
     if not models:
         return {DEFAULT_MODEL: BUNDLED[DEFAULT_MODEL]}
-    from tinkex.engine.config import resolve
+    from tinkex.engine.families.model_config import resolve
 
     resolved = {}
     for name, place in models.items():
@@ -111,7 +111,7 @@ def pick_device(device: Device) -> Literal["cpu", "cuda"]:
         'cpu'
     """
     require_packages()
-    from tinkex.engine.openmp import calm_openmp
+    from tinkex.engine.torch.openmp import calm_openmp
 
     calm_openmp()  # takes effect best before torch is imported
     import torch
@@ -148,7 +148,7 @@ def make_engine(
     picked = pick_device(device)
     import torch
 
-    from tinkex.engine.torch_engine import TorchEngine
+    from tinkex.engine.torch.engine import TorchEngine
 
     kinds = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
     return TorchEngine(resolve_models(models), device=picked, dtype=kinds[dtype])
@@ -168,7 +168,7 @@ def late_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
         EngineError: One of the models cannot be used.
     """
     require_packages()
-    from tinkex.engine.late import LateEngine
+    from tinkex.engine.lazy import LateEngine
 
     found = resolve_models(models)
     return cast("Engine", LateEngine(found, lambda: make_engine(found)))
@@ -180,7 +180,7 @@ def publish_tokenizers(engine: Engine) -> None:
     Args:
         engine: Whose models.
     """
-    from tinkex.server.hub_cache import publish_tokenizer
+    from tinkex.server.files.hub_cache import publish_tokenizer
 
     if os.environ.get("TINKEX_HUB_CACHE", "1") != "0":
         for model in engine.models():
@@ -427,7 +427,7 @@ class LocalBackend:
         import sqlite3
 
         from tinkex.server.app import create_app
-        from tinkex.server.data_dir import DataDirError
+        from tinkex.server.files.data_dir import DataDirError
 
         try:
             return create_app(engine, self.data_dir, embedded=True, **self._options)

@@ -25,8 +25,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tinkex import events, prometheus
+from tinkex import events
 from tinkex.types.record import Record
+from tinkex.wire import prometheus
 
 LATENCY_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 """Upper bounds of a histogram's buckets, in milliseconds."""
@@ -294,7 +295,7 @@ class Metrics:
         self._lock.release()
 
     def to_prometheus(self) -> str:
-        """All numbers as the text that Prometheus reads; its content type is `tinkex.prometheus.CONTENT_TYPE`.
+        """All numbers as the text that Prometheus reads; its content type is `tinkex.wire.prometheus.CONTENT_TYPE`.
 
         Example:
             >>> numbers = Metrics(enabled=False)

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from tinkex import environment, events
-from tinkex.config import Config
+from tinkex import events
+from tinkex.client.settings import environment
+from tinkex.client.settings.config import Config
 from tinkex.errors import ConfigurationError
-from tinkex.redaction import Scrubber
+from tinkex.wire.redaction import Scrubber
 
 logger = logging.getLogger("tinkex")
 

@@ -35,14 +35,12 @@ from types import TracebackType
 from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 from urllib.parse import urlsplit
 
-from tinkex import environment
 from tinkex import events as bus
-from tinkex.config import HOSTED_URL, Config
+from tinkex.client.futures.api_future import start
+from tinkex.client.futures.loop_thread import runtime
+from tinkex.client.settings import environment
+from tinkex.client.settings.config import HOSTED_URL, Config
 from tinkex.errors import APIStatusError, ConfigurationError, TinkerError, is_retryable
-from tinkex.futures import start
-from tinkex.protocol import PROTOCOL_VERSION, TELEMETRY, Operation
-from tinkex.redaction import MOST_TRACEBACK, Scrubber, secrets_of
-from tinkex.runtime import runtime
 from tinkex.types.sessions import TelemetryResponse, TelemetrySendRequest
 from tinkex.types.telemetry import (
     GenericEvent,
@@ -53,6 +51,8 @@ from tinkex.types.telemetry import (
     UnhandledExceptionEvent,
     as_severity,
 )
+from tinkex.wire.protocol import PROTOCOL_VERSION, TELEMETRY, Operation
+from tinkex.wire.redaction import MOST_TRACEBACK, Scrubber, secrets_of
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -214,7 +214,7 @@ def _load_own(load_fun: LoadFunction, tokenizer_id: str, revision: str | None) -
 
 
 def _load_kimi(revision: str | None, options: Mapping[str, Any]) -> Any:
-    from tinkex.kimi import KimiTokenizer
+    from tinkex.text.kimi import KimiTokenizer
 
     try:
         return KimiTokenizer.load(revision=revision, **options)

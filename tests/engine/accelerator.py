@@ -16,15 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.engine import attention, cache, decoding, elementwise, products, sampler, span_adapters, trainer
-from tinkex.engine.attention import PackedAttention, attend, visible
-from tinkex.engine.config import AttentionRule
+from tinkex.engine.families.model_config import AttentionRule
+from tinkex.engine.model import attention, elementwise, matmul
+from tinkex.engine.model.attention import PackedAttention, attend, visible
+from tinkex.engine.sample import blocks, passes, sampler
+from tinkex.engine.train import span_adapters, trainer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tinkex.engine.cache import Pool
-    from tinkex.engine.decoder import Decoder
+    from tinkex.engine.model.decoder import Decoder
+    from tinkex.engine.sample.blocks import Pool
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -46,14 +48,14 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tinkex.engine import kernels, paged_kernel
+    from tinkex.engine.kernels import gates, paged
 
     _mend_interpreter(monkeypatch)
-    for module in (elementwise, products, span_adapters, trainer, cache):
-        monkeypatch.setattr(module, "kernels_for", lambda x: None if x.dtype == torch.float64 else kernels)
-    monkeypatch.setattr(kernels, "_stages", lambda rank, device: 2)
+    for module in (elementwise, matmul, span_adapters, trainer, blocks):
+        monkeypatch.setattr(module, "kernels_for", lambda x: None if x.dtype == torch.float64 else gates)
+    monkeypatch.setattr(gates, "_stages", lambda rank, device: 2)
     monkeypatch.setattr(span_adapters, "_go_first", _go_first)
-    monkeypatch.setattr(products, "_can_widen", lambda x: x.dtype in HALVES)
+    monkeypatch.setattr(matmul, "_can_widen", lambda x: x.dtype in HALVES)
     monkeypatch.setattr(torch, "mm", _mm)
     # attention of training
     made = PackedAttention.__init__
@@ -64,16 +66,16 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PackedAttention, "__init__", make)
     monkeypatch.setattr(attention, "_kernel_error", lambda *_: 0.0)  # there is no kernel of PyTorch's to compare with
-    for holder in (attention, decoding):
+    for holder in (attention, passes):
         monkeypatch.setattr(holder, "flash", _flash)
         monkeypatch.setattr(holder, "takes_packed", lambda q, rule: rule.softcap is None and q.dtype in HALVES)
 
     # attention of samples
     def find_kernel(model: Decoder, pool: Pool) -> Any:
         size = model.config.head_dim
-        return paged_kernel.paged_attention if size >= 16 and size & (size - 1) == 0 else None
+        return paged.paged_attention if size >= 16 and size & (size - 1) == 0 else None
 
-    monkeypatch.setattr(decoding, "find_kernel", find_kernel)
+    monkeypatch.setattr(passes, "find_kernel", find_kernel)
     monkeypatch.setattr(sampler, "find_native", lambda *_: None)
 
 

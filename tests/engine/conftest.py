@@ -33,9 +33,9 @@ from transformers import (
 )
 
 from engine.accelerator import accelerator
-from tinkex.engine import product_check
+from tinkex.engine.model import matmul_check
 from tinkex.engine.native.library import load
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import LoraConfig
@@ -272,12 +272,12 @@ def every_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if request.param == "c" and load() is None:
         pytest.skip("there is no C compiler")
     if request.param == "c":
-        monkeypatch.setattr(product_check, "is_steady", lambda *_, **__: False)
+        monkeypatch.setattr(matmul_check, "is_steady", lambda *_, **__: False)
         # with its name: PyTorch lists its functions by name when a custom loss is traced
         changed = functools.partial(_otherwise_for_few_rows, torch.baddbmm)
         monkeypatch.setattr(torch, "baddbmm", functools.wraps(torch.baddbmm)(changed))
     elif request.param == "large":
-        monkeypatch.setattr(product_check, "LEAST_FOR_ONEDNN", 0)
-    product_check._choice.cache_clear()
+        monkeypatch.setattr(matmul_check, "LEAST_FOR_ONEDNN", 0)
+    matmul_check._choice.cache_clear()
     yield
-    product_check._choice.cache_clear()
+    matmul_check._choice.cache_clear()

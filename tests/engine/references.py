@@ -9,13 +9,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tinkex.engine.optim import AdamState
+from tinkex.engine.train.optim import AdamState
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tinkex.engine.torch_engine import TorchEngine
-    from tinkex.engine.trainer import Adapter
+    from tinkex.engine.torch.engine import TorchEngine
+    from tinkex.engine.train.trainer import Adapter
     from tinkex.types.inputs import Datum
 
 CLIPS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}

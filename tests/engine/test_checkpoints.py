@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tinkex.engine import EngineError, run_pass
-from tinkex.engine.optim import AdamState
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.train.optim import AdamState
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, LoraConfig
 

@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from engine.references import adapter_of, assert_near, randomise
 from engine.test_overlap import EVENTFUL, check, crowd_of, each_alone, limited, model_path, together
 from engine.test_stability import experience, gradient
-from tinkex.engine import copies, run_pass
-from tinkex.engine.cache import RESERVED, Pool
-from tinkex.engine.decoder import BARE
-from tinkex.engine.decoding import Row, StaticDecoding
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.api import run_pass
+from tinkex.engine.model.decoder import BARE
+from tinkex.engine.sample.blocks import RESERVED, Pool
+from tinkex.engine.sample.passes import Row, StaticDecoding
+from tinkex.engine.torch import device_copies
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.types.training import AdamParams, LoraConfig
@@ -78,7 +79,7 @@ def test_weights_are_written_beside_steps_and_while_graphs_are_recorded(
     checkpoint: Checkpoint, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread copies an adapter to the host again and again; it is always the one that there was."""
-    monkeypatch.setattr(copies, "STAGING", 1000)  # in many pieces
+    monkeypatch.setattr(device_copies, "STAGING", 1000)  # in many pieces
     engine = engine_of(checkpoint, "qwen3", "cuda", torch.bfloat16)
     run_pass(engine, "a", data(9, 12), "cross_entropy", {})
     engine.optim_step("a", AdamParams(learning_rate=0.01))

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from engine.test_custom_graphs import REF, function, graph, method
-from tinkex.engine import EngineError, PassDone, losses
-from tinkex.engine.custom import WITH_GRADIENT, CompiledLoss, compile_graph
-from tinkex.engine.losses import Room
-from tinkex.engine.objectives import GraphLoss
-from tinkex.engine.operations import GraphLimits
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.api import EngineError, PassDone
+from tinkex.engine.losses import table
+from tinkex.engine.losses.graph_loss import WITH_GRADIENT, CompiledLoss, compile_graph
+from tinkex.engine.losses.graph_operations import GraphLimits
+from tinkex.engine.losses.table import Room
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.train.objectives import GraphLoss
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import LoraConfig
 
@@ -87,7 +88,7 @@ def test_the_work_of_a_datum_is_known_from_its_shapes() -> None:
 def test_the_data_of_a_heavy_loss_are_spread_over_steps(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight data of one token would fill an eighth of a step; another owner's pass ends between theirs."""
     loss = heavy()
-    monkeypatch.setattr(losses, "STEP_WORK", 2 * work_of(loss))
+    monkeypatch.setattr(table, "STEP_WORK", 2 * work_of(loss))
     begin(engine, loss, data(8))
     ended = list(engine.pass_step())
     engine.pass_start("short", "b", data(2, 4), "cross_entropy", {}, owner="two")
@@ -105,7 +106,7 @@ def test_spreading_changes_no_result(checkpoint: Checkpoint, monkeypatch: pytest
         engine = TorchEngine({"m": checkpoint("qwen3")}, micro_batch_tokens=64)
         engine.create("a", "m", LoraConfig(rank=4, seed=1))
         loss = heavy()
-        monkeypatch.setattr(losses, "STEP_WORK", 100 * work_of(loss) if steps == 1 else work_of(loss))
+        monkeypatch.setattr(table, "STEP_WORK", 100 * work_of(loss) if steps == 1 else work_of(loss))
         begin(engine, loss, data(8, 3))
         results.append(outcome(engine))
     one, other = (np.concatenate([each["logprobs"].to_numpy() for each in r.loss_fn_outputs]) for r in results)
@@ -153,7 +154,7 @@ def test_the_time_of_all_data_counts_with_their_gradients(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     clock = Ticking()
-    for module in ("custom", "objectives"):
+    for module in ("losses.graph_loss", "train.objectives"):
         monkeypatch.setattr(f"tinkex.engine.{module}.time", clock)
     place, name = (torch.autograd, "grad") if slow == "backward" else (CompiledLoss, "_run")
     original = getattr(place, name)
@@ -192,7 +193,7 @@ def test_a_loss_whose_values_decide_its_work_is_run_by_few_data_a_step() -> None
     loss = compile_graph(chosen)
     assert loss.work({"logprobs": (4,)}) is None
     examples = GraphLoss(loss).read(data(3, 4), Room(vocab=100, context=100))
-    assert list(examples.work) == [losses.STEP_WORK // 8] * 3
+    assert list(examples.work) == [table.STEP_WORK // 8] * 3
 
 
 def test_the_estimate_takes_little_time_however_many_lengths_there_are() -> None:

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tinkex.engine import EngineError
-from tinkex.engine.custom import CompiledLoss, compile_graph
-from tinkex.engine.operations import DTYPES, FUNCTIONS, METHODS, GraphLimits, Operation, leaves
-from tinkex.loss_graphs import create_request, trace
+from tinkex.client.losses.loss_graphs import create_request, trace
+from tinkex.engine.api import EngineError
+from tinkex.engine.losses.graph_loss import CompiledLoss, compile_graph
+from tinkex.engine.losses.graph_operations import DTYPES, FUNCTIONS, METHODS, GraphLimits, Operation, leaves
 from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.record import from_json, to_json
 from traced_losses import EXAMPLES, values

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tinkex.engine import EngineError
-from tinkex.engine.attention import PackedAttention
-from tinkex.engine.config import DecoderConfig, resolve
-from tinkex.engine.decoder import Decoder, hidden_states
-from tinkex.engine.torch_engine import TorchEngine
-from tinkex.engine.weights import load_decoder
+from tinkex.engine.api import EngineError
+from tinkex.engine.families.model_config import DecoderConfig, resolve
+from tinkex.engine.model.attention import PackedAttention
+from tinkex.engine.model.decoder import Decoder, hidden_states
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.torch.model_files import load_decoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,7 +159,7 @@ def test_directories_that_are_no_checkpoints(tmp_path: Path, checkpoint: Checkpo
 
 
 def test_models_are_described_without_loading(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinkex.engine.torch_engine.load_decoder", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("tinkex.engine.torch.engine.load_decoder", lambda *_: pytest.fail("loaded"))
     (model,) = TorchEngine({"small": checkpoint("qwen3")}, threads=1).models()
     assert (model.name, model.arch, model.context_length, model.vocab_size) == ("small", "qwen3", 48, 96)
     assert model.eos_tokens == {2}

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from engine.test_sampling_batches import WAYS, alone, ask, crowd, directory, limits, same, tokens_of
-from tinkex.engine import SampleDone
-from tinkex.engine.cache import block_bytes
-from tinkex.engine.sampler import Runner
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.api import SampleDone
+from tinkex.engine.sample.blocks import block_bytes
+from tinkex.engine.sample.sampler import Runner
+from tinkex.engine.torch.engine import TorchEngine
 
 __all__ = ["crowd", "directory", "limits"]  # fixtures
 

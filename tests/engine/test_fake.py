@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tinkex.engine import Engine, EngineError, run_pass
+from tinkex.engine.api import Engine, EngineError, run_pass
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import AdamParams, LoraConfig

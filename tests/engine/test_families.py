@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from engine.conftest import VOCAB, WINDOW
 from engine.references import adapter_of, assert_near, gradients, randomise
-from tinkex.engine import ADAMW, DIMUON, EngineError, attention, product_check, run_pass, trainer
-from tinkex.engine.attention import PackedAttention, attend, causal, trusted, visible
-from tinkex.engine.config import ARCHITECTURES, AttentionRule, DecoderConfig, eos_tokens
-from tinkex.engine.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
-from tinkex.engine.torch_engine import TorchEngine
-from tinkex.engine.weights import load_decoder
+from tinkex.engine.api import ADAMW, DIMUON, EngineError, run_pass
+from tinkex.engine.families.model_config import ARCHITECTURES, AttentionRule, DecoderConfig, eos_tokens
+from tinkex.engine.model import attention, matmul_check
+from tinkex.engine.model.attention import PackedAttention, attend, causal, trusted, visible
+from tinkex.engine.model.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.torch.model_files import load_decoder
+from tinkex.engine.train import trainer
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, DimuonParams, LoraConfig
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from engine.conftest import Checkpoint, Data, Sample
-    from tinkex.engine.lora import Linear
+    from tinkex.engine.torch.lora import Linear
     from tinkex.types.training import OptimizerConfigBase, OptimParams
 
 DENSE = [
@@ -141,8 +143,8 @@ def test_passes_equal_autograd_through_transformers(
     data: Data,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(product_check, "LEAST_FOR_ONEDNN", 0)
-    product_check._choice.cache_clear()
+    monkeypatch.setattr(matmul_check, "LEAST_FOR_ONEDNN", 0)
+    matmul_check._choice.cache_clear()
     monkeypatch.setattr(attention, "BLOCK", block)  # long sequences in several blocks, capped ones computed twice
     monkeypatch.setattr(trainer, "LOGITS_BUDGET", 10 * VOCAB)
     engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1, micro_batch_tokens=40)

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from engine.references import adapter_of
 from engine.test_sampling_batches import WAYS, alone, ask, directory, finish, passes_of, same, tokens_of
-from tinkex.engine import DrawnToken, EngineError
-from tinkex.engine.cache import BLOCK, block_bytes
-from tinkex.engine.decoding import StaticDecoding
-from tinkex.engine.sampler import Limits, Sampler
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.api import DrawnToken, EngineError
+from tinkex.engine.sample.blocks import BLOCK, block_bytes
+from tinkex.engine.sample.passes import StaticDecoding
+from tinkex.engine.sample.sampler import Limits, Sampler
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.sampling import SampleResponse
 from tinkex.types.training import LoraConfig
 

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from engine.references import adapter_of, randomise
-from tinkex.engine import decoding, run_pass
-from tinkex.engine.cache import BLOCK
-from tinkex.engine.elementwise import add_norm, gated, norm, turned_heads
-from tinkex.engine.sampler import Limits, Sampler
-from tinkex.engine.torch_engine import TorchEngine
-from tinkex.engine.trainer import Scored
+from tinkex.engine.api import run_pass
+from tinkex.engine.model.elementwise import add_norm, gated, norm, turned_heads
+from tinkex.engine.sample import passes
+from tinkex.engine.sample.blocks import BLOCK
+from tinkex.engine.sample.sampler import Limits, Sampler
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.train.trainer import Scored
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import LoraConfig
@@ -134,7 +135,7 @@ def test_the_softmax_of_logits_and_its_gradient(accelerator: str, vocabulary: in
 @pytest.mark.parametrize("rank", [1, 8, 33, 64, 128])
 def test_the_share_of_an_adapter_is_added_as_plainly(accelerator: str, rank: int) -> None:
     """To columns of something wider, by a part of something wider and a factor that lies either way."""
-    kernels = pytest.importorskip("tinkex.engine.kernels")
+    kernels = pytest.importorskip("tinkex.engine.kernels.gates")
     generator = torch.Generator().manual_seed(rank)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -160,7 +161,7 @@ def test_keys_and_values_are_stored_where_they_belong(
     accelerator: str, dtype: torch.dtype, groups: int, channels: int
 ) -> None:
     """As parts of one projection, and where their channels do not lie side by side."""
-    kernels = pytest.importorskip("tinkex.engine.kernels")
+    kernels = pytest.importorskip("tinkex.engine.kernels.gates")
     generator = torch.Generator().manual_seed(channels)
     blocks, heads, rows = 7, 2 * groups, 37
 
@@ -204,9 +205,9 @@ def engine_of(checkpoint: Checkpoint, family: str, device: str, dtype: torch.dty
 
 @pytest.mark.parametrize("family", WIDE)
 def test_decoding_attends_as_plainly(accelerator: str, checkpoint: Checkpoint, family: str) -> None:
-    paged = pytest.importorskip("tinkex.engine.paged_kernel")
+    paged = pytest.importorskip("tinkex.engine.kernels.paged")
     model = engine_of(checkpoint, family, accelerator, torch.float32)._base("m").model
-    assert decoding._kernel_error(paged.paged_attention, model) < 1e-3
+    assert passes._kernel_error(paged.paged_attention, model) < 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tinkex.engine import attention
-from tinkex.engine.attention import PackedAttention, attend, visible
-from tinkex.engine.config import AttentionRule
+from tinkex.engine.families.model_config import AttentionRule
+from tinkex.engine.model import attention
+from tinkex.engine.model.attention import PackedAttention, attend, visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tinkex.engine.lora import Factors, Linear
-from tinkex.engine.span_adapters import Span, SpanAdapters
+from tinkex.engine.torch.lora import Factors, Linear
+from tinkex.engine.train.span_adapters import Span, SpanAdapters
 
 INPUTS, WIDTH, SCALE = 96, 200, 0.5
 

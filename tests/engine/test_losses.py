@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
-from tinkex.engine import EngineError, run_pass
-from tinkex.engine.losses import LOSSES, SEQUENCE
+from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.losses.table import LOSSES, SEQUENCE
 from tinkex.types.inputs import Datum, ModelInput
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.conftest import Checkpoint, Data
-    from tinkex.engine.torch_engine import TorchEngine
+    from tinkex.engine.torch.engine import TorchEngine
 
 
 def with_inputs(batch: list[Datum], **ranges: tuple[float, float]) -> list[Datum]:

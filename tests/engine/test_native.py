@@ -24,16 +24,16 @@ import torch
 from engine.conftest import Checkpoint, Sample
 from engine.references import adapter_of, randomise
 from support import wait_until
-from tinkex.engine import product_check
-from tinkex.engine.choices import choose
-from tinkex.engine.decoder import Lora
-from tinkex.engine.lora import Factors, Linear
-from tinkex.engine.native import decoding, library, self_check
-from tinkex.engine.native.decoding import NativeDecoding, NativeSteps
+from tinkex.engine.model import matmul_check
+from tinkex.engine.model.decoder import Lora
+from tinkex.engine.native import c_passes, library, self_check
+from tinkex.engine.native.c_passes import NativeDecoding, NativeSteps
 from tinkex.engine.native.weights import Native, PackedLora, packed
-from tinkex.engine.openmp import usable_cores
-from tinkex.engine.sampler import Limits, Runner, Sampler
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.sample.sampler import Limits, Runner, Sampler
+from tinkex.engine.sample.token_choice import choose
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.torch.lora import Factors, Linear
+from tinkex.engine.torch.openmp import usable_cores
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.types.tensors import Array
@@ -48,10 +48,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
     library.load.cache_clear()
-    product_check._choice.cache_clear()
+    matmul_check._choice.cache_clear()
     yield tmp_path / "tinkex" / "native"
     library.load.cache_clear()
-    product_check._choice.cache_clear()
+    matmul_check._choice.cache_clear()
 
 
 def compiler_of(path: Path, script: str) -> list[str]:
@@ -510,7 +510,7 @@ def test_adapters_stay_packed_while_they_are_used_and_for_a_while(
         made.append(given)
         return PackedLora(*given)
 
-    monkeypatch.setattr(decoding, "PackedLora", pack)
+    monkeypatch.setattr(c_passes, "PackedLora", pack)
 
     def ask(*samplers: int) -> int:
         made.clear()
@@ -523,7 +523,7 @@ def test_adapters_stay_packed_while_they_are_used_and_for_a_while(
     way = runner_of(engine)._decoding
     assert isinstance(way, NativeDecoding)
     each = next(iter(way._steps._packed.values())).bytes
-    monkeypatch.setattr(decoding, "KEPT_ADAPTERS", 2 * each)
+    monkeypatch.setattr(c_passes, "KEPT_ADAPTERS", 2 * each)
     assert ask(3) == 1  # 1 and 2 are kept besides it
     assert ask(1, 2) == 0
     assert ask(0) == 1
@@ -621,7 +621,7 @@ def test_a_forked_child_has_threads_of_its_own(engine: TorchEngine) -> None:
 def test_a_program_ends_while_a_thread_computes() -> None:
     program = """
 import threading, time, torch, types
-from tinkex.engine.lora import Linear
+from tinkex.engine.torch.lora import Linear
 from tinkex.engine.native import library
 from tinkex.engine.native.weights import Native
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from engine.conftest import Sample
-from tinkex.engine import decoding, product_check, row_adapters
-from tinkex.engine.openmp import Threads, _runtime
-from tinkex.engine.product_check import onednn
-from tinkex.engine.sampler import Limits, Sampler
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.model import matmul_check
+from tinkex.engine.model.matmul_check import onednn
+from tinkex.engine.sample import passes, row_adapters
+from tinkex.engine.sample.sampler import Limits, Sampler
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.torch.openmp import Threads, _runtime
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SamplingParams
 
@@ -85,8 +86,8 @@ def test_in_a_decoding_step_products_have_all_threads_and_the_rest_one(
 
     engine.snapshot("a", "s")
     torch.set_num_threads(2)
-    monkeypatch.setattr(product_check, "onednn", lambda: seen("products", multiply))
-    monkeypatch.setattr(product_check, "choice", lambda *_, **__: "onednn")
+    monkeypatch.setattr(matmul_check, "onednn", lambda: seen("products", multiply))
+    monkeypatch.setattr(matmul_check, "choice", lambda *_, **__: "onednn")
     monkeypatch.setattr(row_adapters, "_add_share", seen("adapters", add_share))
     params = SamplingParams(max_tokens=4, stop=[])
     request = SampleRequest(prompt=ModelInput.from_ints([1, 2, 3]), sampling_params=params)
@@ -109,12 +110,12 @@ def test_room_of_rows_that_have_ended_is_kept_and_empty(engine: TorchEngine, sam
     assert not slab.kv.any()
     kept = slab.kv.data_ptr()
     again = sample(engine, [5, 6, 7], max_tokens=9, stop=[])
-    assert slabs[decoding.SMALLEST_SLAB].kv.data_ptr() == kept
+    assert slabs[passes.SMALLEST_SLAB].kv.data_ptr() == kept
     assert again.sequences[0].logprobs == first.sequences[0].logprobs
 
 
 def test_large_room_is_given_back(engine: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "KEPT_SLAB", 0)
+    monkeypatch.setattr(passes, "KEPT_SLAB", 0)
     engine.snapshot("a", "s")
     sample(engine, [5, 6, 7], max_tokens=9, stop=[])
     (runner,) = engine._sampler._runners.values()

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from engine.references import adapter_of, assert_near, randomise
-from tinkex.engine import EngineError, run_pass
-from tinkex.engine.optim import AdamState, DimuonState, orthogonalised
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.train.optim import AdamState, DimuonState, orthogonalised
 from tinkex.types.training import (
     AdamOptimizerConfig,
     AdamParams,

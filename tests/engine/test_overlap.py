@@ -24,12 +24,13 @@ from engine.conftest import SMALL
 from engine.references import adapter_of
 from engine.test_splits import CASES, examples
 from engine.test_steps import Memory
-from tinkex.engine import EngineError, decoding, run_pass
-from tinkex.engine.cache import BLOCK, block_bytes
-from tinkex.engine.sampler import Limits, Runner, Sampler
-from tinkex.engine.torch_engine import TorchEngine
-from tinkex.engine.trainer import Results
-from tinkex.server.scheduler import Worker
+from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.sample import passes
+from tinkex.engine.sample.blocks import BLOCK, block_bytes
+from tinkex.engine.sample.sampler import Limits, Runner, Sampler
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.train.trainer import Results
+from tinkex.server.runs.scheduler import Worker
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from engine.conftest import Checkpoint, Data
-    from tinkex.engine import DrawnToken
+    from tinkex.engine.api import DrawnToken
     from tinkex.types.inputs import Datum
 
 CONTEXT = 3 * BLOCK
@@ -427,11 +428,11 @@ def test_nothing_is_held_when_nothing_runs(crowd: TorchEngine, cancelled: bool) 
 def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
     crowd: TorchEngine, monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
-    monkeypatch.setattr(decoding, "SMALLEST_SLAB", BLOCK)
-    monkeypatch.setattr(decoding, "FIRST_SLOTS", 2 if room == "more slots" else 32)
+    monkeypatch.setattr(passes, "SMALLEST_SLAB", BLOCK)
+    monkeypatch.setattr(passes, "FIRST_SLOTS", 2 if room == "more slots" else 32)
     engine, fine = limited(crowd, way="slabs"), ask(BLOCK - 6, 1, 30)
     expected = alone(engine, fine)
-    runner, put = runner_of(engine), decoding.put
+    runner, put = runner_of(engine), passes.put
     free, failed, slabs = runner._blocks.free, list[str](), vars(runner._decoding)["_slabs"]
 
     def refuse(*given: Any, **_: Any) -> Any:
@@ -445,13 +446,13 @@ def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
         engine.sample_step()
     with monkeypatch.context() as fault:
         if room == "a seat":
-            fault.setattr(decoding, "put", refuse)
+            fault.setattr(passes, "put", refuse)
             engine.sample_start("three", "bare", ask(5, 1, 30), 3)
         elif room == "more slots":
             fault.setattr(torch, "zeros_like", refuse)
         else:
-            del slabs[decoding._slab_size(BLOCK + 1)]  # which the first has left
-            fault.setattr(decoding, "zeros", refuse)
+            del slabs[passes._slab_size(BLOCK + 1)]  # which the first has left
+            fault.setattr(passes, "zeros", refuse)
         while not failed and engine.sampling():
             try:
                 failed += [done.job for done in engine.sample_step() if isinstance(done.result, MemoryError)]

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from engine.references import adapter_of, gradients, randomise
-from tinkex.engine import run_pass
-from tinkex.engine.decoder import BARE
-from tinkex.engine.elementwise import add_norm, cut_off
-from tinkex.engine.experts import Experts
-from tinkex.engine.lora import Factors, Linear
-from tinkex.engine.products import base_product
-from tinkex.engine.row_adapters import BankShare
-from tinkex.engine.span_adapters import Share, forward
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.api import run_pass
+from tinkex.engine.model.decoder import BARE
+from tinkex.engine.model.elementwise import add_norm, cut_off
+from tinkex.engine.model.experts import Experts
+from tinkex.engine.model.matmul import base_product
+from tinkex.engine.sample.row_adapters import BankShare
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.torch.lora import Factors, Linear
+from tinkex.engine.train.span_adapters import Share, forward
 from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:

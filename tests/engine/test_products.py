@@ -9,19 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tinkex.engine import product_check, products
-from tinkex.engine.native import library, matmul
+from tinkex.engine.model import matmul, matmul_check
+from tinkex.engine.native import c_matmul, library
 
 has_c = pytest.mark.skipif(not list(library.compilers()), reason="there is no C compiler")
 
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
-    product_check._choice.cache_clear()
-    product_check._warn.cache_clear()
+    matmul_check._choice.cache_clear()
+    matmul_check._warn.cache_clear()
     yield
-    product_check._choice.cache_clear()
-    product_check._warn.cache_clear()
+    matmul_check._choice.cache_clear()
+    matmul_check._warn.cache_clear()
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -48,17 +48,17 @@ def test_products_in_c_are_right_and_their_rows_steady(outputs: int, inputs: int
     start = random(900, outputs, seed=3)
     wide = F.pad(x, (2, 3))[:, 2 : 2 + inputs]
     for weight in (w, w.t().contiguous().t()):
-        y = matmul.multiply(x, weight, bias, 0.5)
+        y = c_matmul.multiply(x, weight, bias, 0.5)
         torch.testing.assert_close(y.double(), x.double() @ (0.5 * w.double()) + bias, rtol=1e-5, atol=1e-4)
-        assert torch.equal(matmul.multiply(wide, weight, bias, 0.5), y)
-        assert torch.equal(matmul.multiply(x.t().contiguous().t(), weight, bias, 0.5), y)
+        assert torch.equal(c_matmul.multiply(wide, weight, bias, 0.5), y)
+        assert torch.equal(c_matmul.multiply(x.t().contiguous().t(), weight, bias, 0.5), y)
         onto = start.clone()
-        matmul.add_product(onto, x, weight, 0.5)
+        c_matmul.add_product(onto, x, weight, 0.5)
         torch.testing.assert_close(onto.double(), start + x.double() @ (0.5 * w.double()), rtol=1e-5, atol=1e-4)
         for rows in (slice(0, 1), slice(3, 9), slice(100, 113), slice(7, 800)):
-            assert torch.equal(matmul.multiply(x[rows], weight, bias, 0.5), y[rows])
+            assert torch.equal(c_matmul.multiply(x[rows], weight, bias, 0.5), y[rows])
             part = F.pad(start[rows], (1, 1))[:, 1:-1]
-            matmul.add_product(part, x[rows], weight, 0.5)
+            c_matmul.add_product(part, x[rows], weight, 0.5)
             assert torch.equal(part, onto[rows])
 
 
@@ -66,8 +66,8 @@ def test_products_in_c_are_right_and_their_rows_steady(outputs: int, inputs: int
 def test_products_in_c_refuse_what_they_would_misread() -> None:
     for x, w in ((random(3, 4), random(5, 2)), (random(3, 4).double(), random(4, 2).double())):
         with pytest.raises(ValueError, match="no such product"):
-            matmul.multiply(x, w)
-    assert matmul.multiply(random(0, 4), random(4, 2)).shape == (0, 2)
+            c_matmul.multiply(x, w)
+    assert c_matmul.multiply(random(0, 4), random(4, 2)).shape == (0, 2)
 
 
 @has_c
@@ -76,27 +76,27 @@ def test_a_library_whose_rows_are_not_steady_is_left_for_c(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, x = random(*shape), random(128, shape[1], seed=1)
-    monkeypatch.setattr(product_check, "onednn", lambda: None)
+    monkeypatch.setattr(matmul_check, "onednn", lambda: None)
     monkeypatch.setattr(F, "linear", unsteady)
     assert not torch.equal(F.linear(x[:4], weight), F.linear(x, weight)[:4])
-    assert not product_check.is_steady("pytorch", *shape)
-    assert product_check.choice(weight) == product_check.choice(weight, is_small=True) == "c"
-    for multiply in (products.weighed, products.lowered):
+    assert not matmul_check.is_steady("pytorch", *shape)
+    assert matmul_check.choice(weight) == matmul_check.choice(weight, is_small=True) == "c"
+    for multiply in (matmul.weighed, matmul.lowered):
         y = multiply(x, weight)
         torch.testing.assert_close(y, _linear(x, weight), rtol=1e-4, atol=1e-4)
         assert torch.equal(multiply(x[:4], weight), y[:4])
-    y = products.weighed(x, weight, random(shape[0], seed=2))
+    y = matmul.weighed(x, weight, random(shape[0], seed=2))
     torch.testing.assert_close(y, _linear(x, weight, random(shape[0], seed=2)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(product_check.onednn() is None, reason="PyTorch has no oneDNN here")
+@pytest.mark.skipif(matmul_check.onednn() is None, reason="PyTorch has no oneDNN here")
 def test_onednn_is_left_where_its_rows_are_not_steady(monkeypatch: pytest.MonkeyPatch) -> None:
     def operator(x_TD: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
         return unsteady(x_TD, weight.to_dense())
 
-    monkeypatch.setattr(product_check, "onednn", lambda: operator)
-    assert not product_check.is_steady("onednn", 300, 1500)
-    assert product_check.choice(random(300, 1500)) != "onednn"
+    monkeypatch.setattr(matmul_check, "onednn", lambda: operator)
+    assert not matmul_check.is_steady("onednn", 300, 1500)
+    assert matmul_check.choice(random(300, 1500)) != "onednn"
 
 
 def test_large_weights_are_checked_with_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +107,10 @@ def test_large_weights_are_checked_with_fewer_rows(monkeypatch: pytest.MonkeyPat
         return x_TD.new_zeros(x_TD.shape[0], 1)
 
     monkeypatch.setattr(F, "linear", linear)
-    monkeypatch.setattr(product_check, "_added", linear)
+    monkeypatch.setattr(matmul_check, "_added", linear)
     for outputs, most in ((64, 516), (4096, 64)):
         seen.clear()
-        product_check.is_steady("pytorch", outputs, 4096)
+        matmul_check.is_steady("pytorch", outputs, 4096)
         assert max(seen) == most
 
 
@@ -118,29 +118,29 @@ def test_without_c_a_library_that_is_not_steady_is_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "load", lambda: None)
-    monkeypatch.setattr(product_check, "is_steady", lambda *_, **__: False)
+    monkeypatch.setattr(matmul_check, "is_steady", lambda *_, **__: False)
     with caplog.at_level(logging.WARNING, "tinkex.engine"):
         for shape in ((48, 40), (300, 1500)):
-            assert product_check.choice(random(*shape)) == "pytorch"
+            assert matmul_check.choice(random(*shape)) == "pytorch"
     (record,) = caplog.records
     assert "tinkex doctor" in record.getMessage()
 
 
 def test_a_shape_is_checked_once_for_each_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(product_check, "is_steady", lambda *shape, **_: not checked.append(shape))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(matmul_check, "is_steady", lambda *shape, **_: not checked.append(shape))  # type: ignore[func-returns-value]
     for threads in (1, 2, 1, 2):
         torch.set_num_threads(threads)
         for weight in (random(48, 40), random(48, 40, seed=1), random(40, 48).t()):
-            product_check.choice(weight, is_small=True)
+            matmul_check.choice(weight, is_small=True)
     assert checked == [("pytorch", 48, 40)] * 4  # as it lies and turned, by one thread and by two
 
 
 def test_a_batch_whose_matrices_are_split_goes_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(3)
     for is_steady, count, expected in ((True, 5, 3), (True, 1, 1), (False, 5, 1)):
-        monkeypatch.setattr(product_check, "are_batches_steady", lambda _, found=is_steady: found)
-        with product_check.steady_batch(count):
+        monkeypatch.setattr(matmul_check, "are_batches_steady", lambda _, found=is_steady: found)
+        with matmul_check.steady_batch(count):
             assert torch.get_num_threads() == expected
         assert torch.get_num_threads() == 3
 
@@ -148,4 +148,4 @@ def test_a_batch_whose_matrices_are_split_goes_by_one_thread(monkeypatch: pytest
 def test_batches_that_are_split_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: real(a, b) * (1 + 1e-6 * (a.shape[0] == 2)))
-    assert not product_check.are_batches_steady.__wrapped__(4)
+    assert not matmul_check.are_batches_steady.__wrapped__(4)

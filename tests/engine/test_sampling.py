@@ -10,10 +10,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
 
-from tinkex.engine import DrawnToken, EngineError, jobs, run_pass
-from tinkex.engine.choices import choose, uniforms
-from tinkex.engine.sampler import Limits, Sampler
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.api import DrawnToken, EngineError, run_pass
+from tinkex.engine.sample import jobs
+from tinkex.engine.sample.sampler import Limits, Sampler
+from tinkex.engine.sample.token_choice import choose, uniforms
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from tinkex.types.sampling import EMPTY_CELL, SampleRequest, SamplingParams
 from tinkex.types.tensors import TensorData

@@ -13,14 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.conftest import FAMILIES, SMALL, Checkpoint
 from engine.references import adapter_of, randomise
-from tinkex.engine import EngineError, choices, decoding, run_pass
-from tinkex.engine.cache import BLOCK, Blocks, block_bytes, namespace, prompt_keys
-from tinkex.engine.choices import choose, uniforms
-from tinkex.engine.decoder import BARE, Lora
-from tinkex.engine.decoding import StaticDecoding
-from tinkex.engine.row_adapters import Bank
-from tinkex.engine.sampler import Limits, Sampler
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.model.decoder import BARE, Lora
+from tinkex.engine.sample import passes, token_choice
+from tinkex.engine.sample.blocks import BLOCK, Blocks, block_bytes, namespace, prompt_keys
+from tinkex.engine.sample.passes import StaticDecoding
+from tinkex.engine.sample.row_adapters import Bank
+from tinkex.engine.sample.sampler import Limits, Sampler
+from tinkex.engine.sample.token_choice import choose, uniforms
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import LoraConfig
@@ -162,7 +163,7 @@ def test_neighbours_change_no_bit(
     way: str, prefixes: bool, threads: int, limits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(threads)
-    monkeypatch.setattr(decoding, "LONG_ATTENTION", 1 << 14)  # some steps are over it, some under
+    monkeypatch.setattr(passes, "LONG_ATTENTION", 1 << 14)  # some steps are over it, some under
     expected = []
     for sampler, request, seed in MIXED:
         expected.append(alone(limits(way=way, share_prefixes=False), sampler, request, seed))
@@ -437,7 +438,7 @@ def test_wide_vocabularies_are_drawn_by_spans(size: int, monkeypatch: pytest.Mon
     cumulated = logprobs[0].double().exp().cumsum(0)
     expected = torch.searchsorted(cumulated, torch.from_numpy(numbers) * cumulated[-1], right=True)
     assert (tokens != expected).float().mean() < 0.002  # rounding at a border
-    monkeypatch.setattr(choices, "SPAN", 1 << 20)
+    monkeypatch.setattr(token_choice, "SPAN", 1 << 20)
     direct, _ = choose(rows, numbers, [SamplingParams()] * 3000)
     assert (tokens != direct).float().mean() < 0.002
 
@@ -502,7 +503,7 @@ def test_short_prompts_run_as_rows_and_long_ones_in_chunks(limits: Any, monkeypa
 
         monkeypatch.setattr(owner, name, run)
 
-    noted(decoding.Prefill, "hidden", chunks, len)
+    noted(passes.Prefill, "hidden", chunks, len)
     noted(StaticDecoding, "hidden", rows, len)
     noted(Bank, "_put", placed, int)
     for name, size, seed in (("", 0, 0), ("two", 300, 2), ("three", 200, 3)):

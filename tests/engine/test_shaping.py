@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine.conftest import SMALL, Checkpoint, Sample
-from tinkex.engine import EngineError
-from tinkex.engine.cache import BLOCK, block_bytes
-from tinkex.engine.choices import choose, uniforms
-from tinkex.engine.sampler import Limits, Sampler
-from tinkex.engine.shaping import Shape, Shaped, Shaper
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.api import EngineError
+from tinkex.engine.sample.blocks import BLOCK, block_bytes
+from tinkex.engine.sample.logit_changes import Shape, Shaped, Shaper
+from tinkex.engine.sample.sampler import Limits, Sampler
+from tinkex.engine.sample.token_choice import choose, uniforms
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 
@@ -322,6 +322,6 @@ def test_many_rows_are_changed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
         return said
 
     whole = drawn()
-    monkeypatch.setattr("tinkex.engine.shaping.ROWS_BUDGET", 100)
+    monkeypatch.setattr("tinkex.engine.sample.logit_changes.ROWS_BUDGET", 100)
     assert drawn() == whole
     assert all(max(row.count(token) for token in row) <= 30 for row in whole)

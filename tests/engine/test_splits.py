@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from engine.references import adapter_of, assert_near, randomise
-from tinkex.engine import EngineError, decoder, products, run_pass, span_adapters, trainer
-from tinkex.engine.lora import Linear
-from tinkex.engine.losses import LOSSES
-from tinkex.engine.optim import AdamState
-from tinkex.engine.torch_engine import TorchEngine
-from tinkex.loss_graphs import create_request, trace
+from tinkex.client.losses.loss_graphs import create_request, trace
+from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.losses.table import LOSSES
+from tinkex.engine.model import decoder, matmul
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.torch.lora import Linear
+from tinkex.engine.train import span_adapters, trainer
+from tinkex.engine.train.optim import AdamState
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, DimuonOptimizerConfig, DimuonParams, LoraConfig
 
@@ -303,13 +305,13 @@ def test_rows_of_long_products_do_not_depend_on_how_many_they_are() -> None:
     random = torch.Generator().manual_seed(3)
     weight, x, dy = (torch.randn(shape, generator=random) for shape in ((700, 1500), (300, 1500), (300, 700)))
     linear = Linear("l", "mlp", weight, None, ["l"], [700])
-    y = products.base_product(x, linear)
+    y = matmul.base_product(x, linear)
     dx = span_adapters.backward(dy, x, [], linear, [], wants_input=True)
     assert dx is not None
     assert_near(y, x.double() @ weight.double().T, 3e-6)
     assert_near(dx, dy.double() @ weight.double(), 3e-6)
     for rows in (slice(0, 4), slice(4, 12), slice(40, 52), slice(0, 156), slice(96, 300)):
-        assert torch.equal(products.base_product(x[rows], linear), y[rows])
+        assert torch.equal(matmul.base_product(x[rows], linear), y[rows])
         part = span_adapters.backward(dy[rows], x[rows], [], linear, [], wants_input=True)
         assert part is not None
         assert torch.equal(part, dx[rows])

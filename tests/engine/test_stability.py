@@ -12,11 +12,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from engine.references import adapter_of, assert_near, gradients, randomise
-from tinkex.engine import RECORDED_TOKENS, EngineError, Recalled, Recording, run_pass
-from tinkex.engine.cache import block_bytes
+from tinkex.engine.api import RECORDED_TOKENS, EngineError, Recalled, Recording, run_pass
 from tinkex.engine.native.library import load
-from tinkex.engine.sampler import Limits, Runner, Sampler
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.sample.blocks import block_bytes
+from tinkex.engine.sample.sampler import Limits, Runner, Sampler
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import LoraConfig

@@ -10,9 +10,11 @@ import torch
 
 from engine.references import adapter_of
 from engine.test_splits import CASES, examples
-from tinkex.engine import EngineError, decoder, run_pass, trainer
-from tinkex.engine.torch_engine import TorchEngine
-from tinkex.engine.turns import Shares
+from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.fair_share import Shares
+from tinkex.engine.model import decoder
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.train import trainer
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
 
 if TYPE_CHECKING:

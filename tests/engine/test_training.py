@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
-from tinkex.engine import EngineError, attention, decoder, run_pass, trainer
-from tinkex.engine.lora import Layout
-from tinkex.engine.optim import AdamState, State, step
-from tinkex.engine.torch_engine import TorchEngine
+from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.model import attention, decoder
+from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.torch.lora import Layout
+from tinkex.engine.train import trainer
+from tinkex.engine.train.optim import AdamState, State, step
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, DimuonParams, LoraConfig
 

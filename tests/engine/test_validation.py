@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.engine import EngineError, run_pass, trainer
-from tinkex.engine.losses import LOSSES
+from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.losses.table import LOSSES
+from tinkex.engine.train import trainer
 from tinkex.types.inputs import Datum, DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput
 from tinkex.types.tensors import TensorData
 
 if TYPE_CHECKING:
     from engine.conftest import Data
-    from tinkex.engine.torch_engine import TorchEngine
+    from tinkex.engine.torch.engine import TorchEngine
 
 NAN = float("nan")
 IMAGE = ImageChunk(data=b"x", format="png", expected_tokens=3)

@@ -12,9 +12,9 @@ from tinkex.types.sampling import SampleResponse, SamplingParams
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, OptimStepResponse
 
 if TYPE_CHECKING:
-    from tinkex.sampling import SamplingClient
-    from tinkex.service import ServiceClient
-    from tinkex.training import TrainingClient
+    from tinkex.client.sampling_client import SamplingClient
+    from tinkex.client.service import ServiceClient
+    from tinkex.client.training_client import TrainingClient
 
 
 @dataclass(slots=True)

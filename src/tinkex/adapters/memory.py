@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tinkex.adapters import drawing, objectives
+from tinkex.adapters import drawing, numpy_losses
 from tinkex.adapters.platforms import SessionConfig
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleResponse, SamplingParams
@@ -82,7 +82,7 @@ class MemoryPlatform:
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> ForwardBackwardOutput:
         """Compute the loss of data and add its gradient."""
-        batch = objectives.read(data, loss_fn, loss_fn_config, self._vocab, self._context)
+        batch = numpy_losses.read(data, loss_fn, loss_fn_config, self._vocab, self._context)
         grad = np.zeros_like(session.weights)
         logprobs, values = [], []
         for example in batch.examples:
@@ -96,7 +96,7 @@ class MemoryPlatform:
             logprobs.append(found)
             values.append(value)
         session.grad = grad if session.grad is None else session.grad + grad
-        return objectives.output(batch, logprobs, values)
+        return numpy_losses.output(batch, logprobs, values)
 
     def optim_step(self, session: MemorySession, params: AdamParams) -> OptimStepResponse:
         """Apply the gradient with AdamW and clear it."""

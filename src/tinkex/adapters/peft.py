@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinkex.adapters import drawing, objectives
+from tinkex.adapters import drawing, numpy_losses
 from tinkex.adapters.platforms import SessionConfig
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleResponse, SamplingParams
@@ -108,7 +108,7 @@ class PeftPlatform:
         """Compute the loss of data, one after the other, and add its gradient once all have been computed."""
         import torch
 
-        batch = objectives.read(data, loss_fn, loss_fn_config, session.vocab, session.context)
+        batch = numpy_losses.read(data, loss_fn, loss_fn_config, session.vocab, session.context)
         sums = [torch.zeros_like(factor) for factor in session.factors]
         logprobs, values = [], []
         for example in batch.examples:
@@ -123,7 +123,7 @@ class PeftPlatform:
                 total += grad
         pending = session.grads
         session.grads = sums if pending is None else [a + b for a, b in zip(pending, sums, strict=True)]
-        return objectives.output(batch, logprobs, values)
+        return numpy_losses.output(batch, logprobs, values)
 
     def optim_step(self, session: PeftSession, params: AdamParams) -> OptimStepResponse:
         """Apply the gradient with torch's AdamW, set as this step asks, and clear it."""

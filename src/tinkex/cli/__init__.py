@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tinkex.cli.results import Result
+    from tinkex.cli.outcomes import Result
 
 
 def run(argv: Sequence[str] | None = None) -> Result:

@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from tinkex.cli.options import CommandGroup, Connection, connecting, formatted, wait
+from tinkex.cli.outcomes import CommandError, Outcome
 from tinkex.cli.output import Column, print_json, print_table, size, write_file
-from tinkex.cli.results import CommandError, Outcome
 
 USAGE = ("bucket_start", "bucket_end", "base_model", "user_name", "session_id", "project_id", "estimated_cost_usd")
 STORAGE = ("project_id", "user_email", "user_name", "checkpoint_count", "size_bytes", "estimated_monthly_cost_usd")

@@ -13,14 +13,14 @@ from typing import Any
 
 import click
 
-from tinkex.chats import ASSISTANT, AnswerText, ChatFormat, Message
 from tinkex.cli.options import API_KEY_HELP, BASE_URL_HELP, switch, timeout_option
+from tinkex.cli.sampling_options import shaping_of, shaping_options
 from tinkex.cli.servers import context_of, model_of, open_service, place_of, tokenizer_of
-from tinkex.cli.shaping import shaping_of, shaping_options
 from tinkex.cli.terminal import plain_console
+from tinkex.client.sampling_client import SamplingClient
+from tinkex.client.service import ServiceClient
 from tinkex.errors import TinkerError
-from tinkex.sampling import SamplingClient
-from tinkex.service import ServiceClient
+from tinkex.text.chat_format import ASSISTANT, AnswerText, ChatFormat, Message
 from tinkex.tokenizers import get_tokenizer_id
 from tinkex.types.checkpoints import SCHEME
 from tinkex.types.inputs import ModelInput
@@ -195,7 +195,7 @@ class Chat:
         return f"saved {_count(self.messages)} to {path}"
 
     def _load(self, path: Path) -> str:
-        from tinkex.supervised import Example
+        from tinkex.finetune import Example
 
         try:
             lines = path.read_bytes().splitlines()

@@ -24,6 +24,7 @@ from tinkex.cli.options import (
     switch,
     wait,
 )
+from tinkex.cli.outcomes import CommandError, Outcome
 from tinkex.cli.output import (
     Column,
     check_place,
@@ -40,12 +41,11 @@ from tinkex.cli.output import (
     yes_no,
 )
 from tinkex.cli.progress import fetch_pages, waiting
-from tinkex.cli.results import CommandError, Outcome
 from tinkex.cli.transfers import download, export, import_, push_hf
 
 if TYPE_CHECKING:
-    from tinkex.futures import APIFuture
-    from tinkex.rest import RestClient
+    from tinkex.client.futures.api_future import APIFuture
+    from tinkex.client.rest import RestClient
     from tinkex.types.checkpoints import Checkpoint, WeightsInfoResponse
 
 F = TypeVar("F", bound=Callable[..., Any])

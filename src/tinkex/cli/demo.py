@@ -26,7 +26,7 @@ from tinkex.cli.options import API_KEY_HELP, timeout_option
 from tinkex.cli.plot import plot
 from tinkex.cli.servers import open_service
 from tinkex.cli.terminal import plain_console
-from tinkex.config import is_embedded
+from tinkex.client.settings.config import is_embedded
 from tinkex.local import default_data_dir
 from tinkex.models import addition
 from tinkex.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli.options import Connection, checked_path, connecting, formatted, switch
+from tinkex.cli.outcomes import CommandError, Outcome
 from tinkex.cli.output import Column, print_fields, print_json, print_table
 from tinkex.cli.progress import waiting
-from tinkex.cli.results import CommandError, Outcome
 
 if TYPE_CHECKING:
     import numpy as np

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import click
 
 from tinkex.cli.options import Connection, connecting, formatted, wait
+from tinkex.cli.outcomes import Outcome
 from tinkex.cli.output import Column, print_json, print_table, size
 from tinkex.cli.progress import waiting
-from tinkex.cli.results import Outcome
 
 if TYPE_CHECKING:
-    from tinkex.config import Config
+    from tinkex.client.http.transport import Reply, Transport
+    from tinkex.client.settings.config import Config
     from tinkex.errors import ConfigurationError
-    from tinkex.transport import Reply, Transport
 
 Status: TypeAlias = Literal["ok", "warning", "error", "skipped"]
 
@@ -167,7 +167,7 @@ def memory() -> tuple[int | None, int | None]:
 def check_disk(needed: bool) -> Iterator[Finding]:
     """Check that the data directory can be written, is free and has room."""
     from tinkex.local import default_data_dir
-    from tinkex.server.data_dir import DataDirError
+    from tinkex.server.files.data_dir import DataDirError
 
     place = default_data_dir()
     status: Status = "error" if needed else "warning"
@@ -193,7 +193,7 @@ def _try_directory(place: Path) -> int:
         OSError: The directory cannot be made or written.
         DataDirError: A server has it for itself.
     """
-    from tinkex.server.data_dir import LOCK_FILE, Lock
+    from tinkex.server.files.data_dir import LOCK_FILE, Lock
 
     missing = [path for path in (place, *place.parents) if not path.exists()]
     try:
@@ -228,8 +228,8 @@ def check_port(port: int) -> Iterator[Finding]:
 
 def check_key(connection: Connection, config: Config) -> Iterator[Finding]:
     """Where the key comes from."""
-    from tinkex.cli.auth import credential_source
-    from tinkex.config import is_open_address, mask_api_key
+    from tinkex.cli.login import credential_source
+    from tinkex.client.settings.config import is_open_address, mask_api_key
 
     source = credential_source(connection)
     if config.api_key or config.credential_cmd:
@@ -243,10 +243,10 @@ def check_key(connection: Connection, config: Config) -> Iterator[Finding]:
 
 def check_server(config: Config) -> Iterator[Finding]:
     """Whether the server answers, lets the key in, and has the same time."""
-    from tinkex.config import is_embedded
+    from tinkex.client.futures.api_future import start
+    from tinkex.client.http.transport import Transport
+    from tinkex.client.settings.config import is_embedded
     from tinkex.errors import AuthenticationError, PermissionDeniedError, TinkerError
-    from tinkex.futures import start
-    from tinkex.transport import Transport
 
     if is_embedded(config.base_url):
         yield Finding("server", "ok", "inside this process")
@@ -276,7 +276,7 @@ def check_server(config: Config) -> Iterator[Finding]:
 
 
 async def _capabilities(transport: Transport) -> Reply:
-    from tinkex import protocol
+    from tinkex.wire import protocol
 
     return await transport.request(protocol.GET_SERVER_CAPABILITIES, patience=0, max_retries=0)
 
@@ -311,7 +311,7 @@ def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
     Looks at Python, packages, torch and its device, memory, disk, the port, the key, the server and its clock. Ends
     with 1 when something that matters is broken. Without --timeout the server has five seconds to answer.
     """
-    from tinkex.config import is_embedded
+    from tinkex.client.settings.config import is_embedded
     from tinkex.errors import ConfigurationError
 
     quick = Connection(connection.api_key, connection.base_url, connection.timeout or SERVER_SECONDS)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli.options import CommandGroup, formatted
+from tinkex.cli.outcomes import CommandError, Outcome, reason_of
 from tinkex.cli.output import Column, iso, print_json, print_table, when
-from tinkex.cli.results import CommandError, Outcome, reason_of
 
 if TYPE_CHECKING:
-    from tinkex.server.accounts import Key
-    from tinkex.server.store import Store
+    from tinkex.server.access.accounts import Key
+    from tinkex.server.database.store import Store
 
 COLUMNS = (
     Column("ID", right=True),
@@ -57,7 +57,7 @@ def create(name: str, owner: str, data_dir: Path | None, as_json: bool) -> Outco
 
     It is shown this once: only a hash of it is kept.
     """
-    from tinkex.server.accounts import create_key
+    from tinkex.server.access.accounts import create_key
 
     if not owner.strip() or not owner.isprintable():
         raise click.UsageError("--owner must be a name")
@@ -77,7 +77,7 @@ def create(name: str, owner: str, data_dir: Path | None, as_json: bool) -> Outco
 @formatted
 def list_command(data_dir: Path | None, as_json: bool) -> Outcome:
     """List all keys, those that have been revoked too. The keys themselves are not known any more."""
-    from tinkex.server.accounts import list_keys
+    from tinkex.server.access.accounts import list_keys
 
     with _store(data_dir) as store:
         known = list(list_keys(store))
@@ -121,7 +121,7 @@ def revoke(number: int, data_dir: Path | None, as_json: bool) -> Outcome:
 
     `tinkex key list` shows the IDs. Tokens that were given for the key end too.
     """
-    from tinkex.server.accounts import revoke_key
+    from tinkex.server.access.accounts import revoke_key
 
     with _store(data_dir) as store:
         if not revoke_key(store, number):
@@ -139,8 +139,8 @@ def _store(data_dir: Path | None, *, new: bool = False) -> Iterator[Store]:
     import sqlite3
 
     from tinkex.local import default_data_dir, unusable
-    from tinkex.server.data_dir import DataDirError, make_directory
-    from tinkex.server.store import DATABASE, Store
+    from tinkex.server.database.store import DATABASE, Store
+    from tinkex.server.files.data_dir import DataDirError, make_directory
 
     directory = (data_dir or default_data_dir()).expanduser()
     if not new and not (directory / DATABASE).exists():

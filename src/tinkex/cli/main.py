@@ -16,10 +16,10 @@ from click.shell_completion import CompletionItem
 
 from tinkex.cli.completion import VARIABLE
 from tinkex.cli.options import CommandGroup
-from tinkex.cli.results import NO_ROOM, Invocation, Outcome, Result, invocation_of, reason_of
+from tinkex.cli.outcomes import NO_ROOM, Invocation, Outcome, Result, invocation_of, reason_of
 
 COMMANDS = {
-    "auth": ("tinkex.cli.auth:auth", "Log in and out, and see who the key belongs to."),
+    "auth": ("tinkex.cli.login:auth", "Log in and out, and see who the key belongs to."),
     "billing": ("tinkex.cli.billing:billing", "What was used, and what checkpoints take up."),
     "chat": ("tinkex.cli.chat:chat", "Talk to a model or a checkpoint."),
     "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Save, list, share, fetch and compare checkpoints."),
@@ -30,7 +30,7 @@ COMMANDS = {
     "model": ("tinkex.cli.models:model", "List the models that the server offers."),
     "run": ("tinkex.cli.runs:run", "Sample from a model; list and look up training runs."),
     "serve": ("tinkex.cli.serve:serve", "Serve models on this machine to any Tinker client."),
-    "session": ("tinkex.cli.sessions:session", "List, look up and finish sessions."),
+    "session": ("tinkex.cli.session_commands:session", "List, look up and finish sessions."),
     "train": ("tinkex.cli.train:train", "Fine-tune a model on a file of examples."),
     "version": ("tinkex.cli.versions:version", "Which version this is."),
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from tinkex.cli.options import CommandGroup, Connection, connecting, formatted, wait
+from tinkex.cli.outcomes import Outcome
 from tinkex.cli.output import Column, print_json, print_table, yes_no
-from tinkex.cli.results import Outcome
 
 COLUMNS = (
     Column("Model", folds=True),
@@ -30,8 +30,8 @@ def list_command(substring: str | None, as_json: bool, connection: Connection) -
 
     With SUBSTRING, those that have it in their names, in capitals or not.
     """
-    from tinkex import protocol
-    from tinkex.futures import start
+    from tinkex.client.futures.api_future import start
+    from tinkex.wire import protocol
 
     with connection.rest() as rest:
         answer = wait(start(rest._transport.call(protocol.GET_SERVER_CAPABILITIES)))

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from tinkex.cli.results import CommandError, invocation_of
+from tinkex.cli.outcomes import CommandError, invocation_of
 
 if TYPE_CHECKING:
-    from tinkex.config import Config
-    from tinkex.futures import APIFuture
-    from tinkex.rest import AdminClient, RestClient
-    from tinkex.service import ServiceClient
-    from tinkex.session import Session
+    from tinkex.client.futures.api_future import APIFuture
+    from tinkex.client.rest import AdminClient, RestClient
+    from tinkex.client.service import ServiceClient
+    from tinkex.client.session import Session
+    from tinkex.client.settings.config import Config
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -165,9 +165,9 @@ def formatted(function: F) -> F:
 
 def server_url(base_url: str | None, api_key: str | None) -> str | None:
     """The server that was asked for; None leaves it to the configuration, and without one it is this process."""
-    from tinkex import environment
-    from tinkex.config import LOCAL
-    from tinkex.credentials import stored_key
+    from tinkex.client.settings import environment
+    from tinkex.client.settings.config import LOCAL
+    from tinkex.client.settings.credentials import stored_key
 
     if base_url:
         return base_url
@@ -190,7 +190,7 @@ class Connection:
 
     def config(self, **settings: Any) -> Config:
         """The whole settings; ConfigurationError says what is missing."""
-        from tinkex.config import Config
+        from tinkex.client.settings.config import Config
         from tinkex.errors import ConfigurationError
 
         base_url = self.base_url
@@ -208,8 +208,8 @@ class Connection:
     @contextmanager
     def session(self, **settings: Any) -> Iterator[Session]:
         """A session of these settings that is closed at the end; it is opened on the server by its first use."""
-        from tinkex.futures import start
-        from tinkex.session import Session
+        from tinkex.client.futures.api_future import start
+        from tinkex.client.session import Session
 
         session = Session(self.config(**settings))
         try:
@@ -220,7 +220,7 @@ class Connection:
     @contextmanager
     def rest(self) -> Iterator[RestClient]:
         """A client for what is stored; it waits for a server that is away for seconds, not for minutes."""
-        from tinkex.rest import RestClient
+        from tinkex.client.rest import RestClient
 
         with self.session(patience=self._rest_patience()) as session:
             yield RestClient(session)
@@ -228,7 +228,7 @@ class Connection:
     @contextmanager
     def admin(self) -> Iterator[AdminClient]:
         """A client for what administrators see."""
-        from tinkex.rest import AdminClient
+        from tinkex.client.rest import AdminClient
 
         with self.session(patience=self._rest_patience()) as session:
             yield AdminClient(session)
@@ -236,8 +236,8 @@ class Connection:
     @contextmanager
     def service(self, **settings: Any) -> Iterator[ServiceClient]:
         """A client to train and sample with."""
-        from tinkex.service import ServiceClient
-        from tinkex.session import Session
+        from tinkex.client.service import ServiceClient
+        from tinkex.client.session import Session
 
         with ServiceClient.sharing(Session(self.config(**settings))) as service:
             yield service

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from tinkex.cli.results import CommandError
+from tinkex.cli.outcomes import CommandError
 
 if TYPE_CHECKING:
     from tinkex.types.checkpoints import Checkpoint, TrainingRun

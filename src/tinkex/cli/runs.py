@@ -21,6 +21,7 @@ from tinkex.cli.options import (
     switch,
     wait,
 )
+from tinkex.cli.outcomes import CommandError, Outcome, invocation_of
 from tinkex.cli.output import (
     Column,
     check_place,
@@ -37,8 +38,7 @@ from tinkex.cli.output import (
     write_file,
 )
 from tinkex.cli.progress import fetch_pages, waiting
-from tinkex.cli.results import CommandError, Outcome, invocation_of
-from tinkex.cli.shaping import shaping_of, shaping_options
+from tinkex.cli.sampling_options import shaping_of, shaping_options
 
 if TYPE_CHECKING:
     from tinkex.types.checkpoints import Checkpoint, TrainingRun

@@ -22,8 +22,8 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from tinkex.config import LOOPBACK
-from tinkex.engine import Engine, EngineError
+from tinkex.client.settings.config import LOOPBACK
+from tinkex.engine.api import Engine, EngineError
 from tinkex.errors import ConfigurationError
 from tinkex.local import (
     DEFAULT_MODEL,
@@ -36,11 +36,11 @@ from tinkex.local import (
     unusable,
 )
 from tinkex.otel import is_available
-from tinkex.server.accounts import has_keys
-from tinkex.server.data_dir import DataDirError
-from tinkex.server.metrics import JsonFormatter, access
+from tinkex.server.access.accounts import has_keys
+from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.files.data_dir import DataDirError
+from tinkex.server.server_metrics import JsonFormatter, access
 from tinkex.server.state import Limits
-from tinkex.server.store import DATABASE, Store
 from tinkex.server.tracing import Tracing, is_wanted
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -273,8 +273,8 @@ async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], obje
     """
     import uvicorn
 
-    from tinkex.server.connections import protocol_of
-    from tinkex.server.submission import leave
+    from tinkex.server.access.connections import protocol_of
+    from tinkex.server.runs.admission import leave
 
     collecting: asyncio.Task[None]
 

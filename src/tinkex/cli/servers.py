@@ -7,12 +7,12 @@ from typing import Any
 import click
 
 from tinkex.cli.options import Connection, seconds_of
-from tinkex.config import is_embedded
+from tinkex.client.futures.api_future import start
+from tinkex.client.rest import RestClient
+from tinkex.client.service import ServiceClient
+from tinkex.client.settings.config import is_embedded
 from tinkex.errors import TinkerError
-from tinkex.futures import start
 from tinkex.local import DEFAULT_MODEL
-from tinkex.rest import RestClient
-from tinkex.service import ServiceClient
 from tinkex.tokenizers import BUNDLED, get_or_load_tokenizer
 from tinkex.types.sessions import GetServerCapabilitiesResponse
 

@@ -26,16 +26,16 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from tinkex._version import __version__
-from tinkex.chats import ChatFormat, Rendered
 from tinkex.cli.options import API_KEY_HELP, BASE_URL_HELP, switch, timeout_option
 from tinkex.cli.plot import plot
 from tinkex.cli.servers import capabilities_of, context_of, model_of, open_service, place_of, tokenizer_of
 from tinkex.cli.svg import chart
 from tinkex.cli.terminal import plain_console
+from tinkex.client.rest import RestClient
+from tinkex.client.service import ServiceClient
+from tinkex.client.training_client import TrainingClient
 from tinkex.errors import NotFoundError, TinkerError
-from tinkex.rest import RestClient
-from tinkex.service import ServiceClient
-from tinkex.supervised import (
+from tinkex.finetune import (
     BadLine,
     Example,
     FineTune,
@@ -52,8 +52,8 @@ from tinkex.supervised import (
     render,
     without_answer,
 )
+from tinkex.text.chat_format import ChatFormat, Rendered
 from tinkex.tokenizers import get_tokenizer_id
-from tinkex.training import TrainingClient
 
 EPOCHS = 3
 KEPT = 3

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from tinkex.cli.options import Connection, connecting, formatted, path_argument, switch, wait
+from tinkex.cli.outcomes import CommandError, Outcome, reason_of
 from tinkex.cli.output import print_json, size
 from tinkex.cli.progress import Meter, Transfer, transfer
-from tinkex.cli.results import CommandError, Outcome, reason_of
 from tinkex.cli.tied import warn_of_files, warn_of_tied
 
 if TYPE_CHECKING:
-    from tinkex.downloads import Downloaded
-    from tinkex.rest import RestClient
+    from tinkex.client.rest import RestClient
+    from tinkex.hub.downloads import Downloaded
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -39,8 +39,8 @@ def fetch(
     keep_archive: bool = False,
 ) -> Downloaded:
     """Download a checkpoint with a bar; what an interrupted one has fetched is used by the next."""
-    from tinkex.downloads import STOP_SECONDS, DownloadError, download_async
-    from tinkex.futures import start
+    from tinkex.client.futures.api_future import start
+    from tinkex.hub.downloads import STOP_SECONDS, DownloadError, download_async
 
     ended = threading.Event()
 
@@ -140,8 +140,8 @@ def export(
 @contextmanager
 def _scratch(directory: Path) -> Iterator[None]:
     """A directory to work in; of it stays what was downloaded, when the next attempt can go on from there."""
-    from tinkex.downloads import DownloadError
     from tinkex.errors import APIError
+    from tinkex.hub.downloads import DownloadError
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -290,9 +290,9 @@ def push_hf(
     What was fetched is kept for a week when a push is stopped or fails, and the next one goes on from there; an upload
     does not send again what the hub has already.
     """
-    from tinkex.downloads import STOP_SECONDS
-    from tinkex.futures import start
-    from tinkex.huggingface import Pushed, push_checkpoint_adapter_async
+    from tinkex.client.futures.api_future import start
+    from tinkex.hub.downloads import STOP_SECONDS
+    from tinkex.hub.pushes import Pushed, push_checkpoint_adapter_async
 
     ended = threading.Event()
 
@@ -373,13 +373,13 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
     """
     import sqlite3
 
-    from tinkex.engine import EngineError
+    from tinkex.engine.api import EngineError
     from tinkex.local import default_data_dir, require_packages, resolve_models, unusable
 
     require_packages()
-    from tinkex.server.data_dir import DataDirError
-    from tinkex.server.imports import import_adapter, read_source
-    from tinkex.server.store import DATABASE, Store
+    from tinkex.server.database.store import DATABASE, Store
+    from tinkex.server.files.data_dir import DataDirError
+    from tinkex.server.files.imports import import_adapter, read_source
 
     try:
         named = read_source(directory).base_model or ""

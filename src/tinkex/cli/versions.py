@@ -11,8 +11,8 @@ import click
 
 from tinkex._version import __version__
 from tinkex.cli.options import formatted, switch
+from tinkex.cli.outcomes import Outcome
 from tinkex.cli.output import Column, print_json, print_table
-from tinkex.cli.results import Outcome
 
 GIT_SECONDS = 5
 OF_TESTS = {"test", "lint", "docs"}

@@ -1,1 +1,1 @@
-"""Parts of the clients: futures of clients, deprecated twins, receipts, custom losses."""
+"""The clients, and what they stand on."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tinkex import protocol
-from tinkex.dialects import Receipt
+from tinkex.client.futures.api_future import Future
+from tinkex.client.http.legacy_servers import Receipt
 from tinkex.errors import TinkerError
-from tinkex.futures import Future
-from tinkex.protocol import Operation
 from tinkex.types.inputs import Datum
 from tinkex.types.training import AdamParams, LossFnConfig, OptimParams, UntypedAPIFuture
+from tinkex.wire import protocol
+from tinkex.wire.protocol import Operation
 
 
 class Submitter(Protocol):
@@ -109,7 +109,7 @@ class Receipts:
         Args:
             request: Its receipt, or the request id in it.
             operation: What it is, e.g. "forward_backward", "optim_step" or "save_weights".
-            options: How to wait for the result; see `tinkex.training.CallOptions`.
+            options: How to wait for the result; see `tinkex.client.training_client.CallOptions`.
 
         Returns:
             A future of the operation's result.

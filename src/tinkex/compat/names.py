@@ -254,13 +254,13 @@ def _table() -> dict[str, dict[str, str]]:
     groups = {**GROUPS, **{module_name(name): (name,) for name in ALONE}}
     shared = "UntypedAPIFuture"
     types = {name: f"tinkex.types:{name}" for names in groups.values() for name in names if name not in APART}
-    futures = {name: f"tinkex.futures:{name}" for name in ("APIFuture", "AwaitableConcurrentFuture")}
+    futures = {name: f"tinkex.client.futures.api_future:{name}" for name in ("APIFuture", "AwaitableConcurrentFuture")}
     client_futures = {name: f"tinkex:{name}" for name in CLIENT_FUTURES}
-    backcompat = {"BackcompatClientFuture": "tinkex.client.backcompat:BackcompatClientFuture"}
-    retries = {name: f"tinkex.retries:{name}" for name in ("RetryConfig", "RetryHandler")}
+    backcompat = {"BackcompatClientFuture": "tinkex.client.futures.backcompat:BackcompatClientFuture"}
+    retries = {name: f"tinkex.client.http.retry:{name}" for name in ("RetryConfig", "RetryHandler")}
     errors = {name: f"tinkex.errors:{name}" for name in ERRORS}
     clients = {name: f"tinkex:{name}" for name in (*CLIENTS, *LOSSES)}
-    version = {"__version__": "tinkex.protocol:PROTOCOL_VERSION"}
+    version = {"__version__": "tinkex.wire.protocol:PROTOCOL_VERSION"}
     responses = {"AsyncAPIResponse": "tinkex:APIResponse"}
     interfaces = "tinker.lib.public_interfaces"
     own = {f"{module_name(name)}": {name: clients[name]} for name in CLIENTS}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinkex.engine import (
+from tinkex.engine.api import (
     ADAMW,
     RECORDED_TOKENS,
     BaseModel,

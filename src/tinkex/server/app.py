@@ -18,31 +18,33 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tinkex import codec
 from tinkex._version import __version__
-from tinkex.config import LOOPBACK
-from tinkex.engine import Engine, EngineError
-from tinkex.prometheus import CONTENT_TYPE
-from tinkex.protocol import HEALTHZ, OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
-from tinkex.server import bodies, description, openai, revival, uploads
-from tinkex.server.accounts import Account
-from tinkex.server.admission import check_held, check_ownership, check_room, fail_in_band
+from tinkex.client.settings.config import LOOPBACK
+from tinkex.engine.api import Engine, EngineError
+from tinkex.server.access import bodies
+from tinkex.server.access.accounts import Account
+from tinkex.server.access.gate import check_held, check_ownership, check_room, fail_in_band
+from tinkex.server.access.ownership import is_own
 from tinkex.server.complaints import FULL_DISK, complain
-from tinkex.server.data_dir import is_full_disk
-from tinkex.server.exports import download_route
-from tinkex.server.handlers import HANDLERS
-from tinkex.server.ownership import is_own
-from tinkex.server.records import misnamed_route
-from tinkex.server.results import encoding
-from tinkex.server.sessions import signed_trace, trace_path
+from tinkex.server.files.data_dir import is_full_disk
+from tinkex.server.routes import openai, openapi, uploads
+from tinkex.server.routes.exports import download_route
+from tinkex.server.routes.handlers import HANDLERS
+from tinkex.server.routes.records import misnamed_route
+from tinkex.server.routes.session_records import signed_trace, trace_path
+from tinkex.server.routes.usage import watch
+from tinkex.server.runs import replay
+from tinkex.server.runs.admission import UNLOAD, leave, recall_unload, spend_number
+from tinkex.server.runs.encoded_results import encoding
 from tinkex.server.state import DIRECT, Call, Limits, Refusal, State
-from tinkex.server.submission import UNLOAD, leave, recall_unload, spend_number
 from tinkex.server.tracing import Tracing
-from tinkex.server.usage import watch
 from tinkex.types.checkpoints import SCHEME
 from tinkex.types.record import to_json
 from tinkex.types.sessions import FutureRetrieveRequest
 from tinkex.types.training import UntypedAPIFuture
+from tinkex.wire import codec
+from tinkex.wire.prometheus import CONTENT_TYPE
+from tinkex.wire.protocol import HEALTHZ, OPERATIONS, PREFIX, RETRIEVE_FUTURE, Operation
 
 logger = logging.getLogger("tinkex.server")
 
@@ -77,12 +79,12 @@ def create_app(
     state = State(
         engine, data_dir, limits or Limits(), api_key=api_key, tokens=tokens, strict=strict, embedded=embedded
     )
-    revival.enable(state, HANDLERS)
+    replay.enable(state, HANDLERS)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         state.worker.start()
-        revival.take_up_sessions(state)
+        replay.take_up_sessions(state)
         tasks = [asyncio.create_task(state.tend()), asyncio.create_task(state.meter.run())]
         try:
             yield
@@ -108,7 +110,7 @@ def create_app(
         download_route(state),
         misnamed_route(),
         Route("/", _front(state), name="front"),
-        Route(description.PATH, _description(op.name for op in served), name="openapi"),
+        Route(openapi.PATH, _description(op.name for op in served), name="openapi"),
         Route("/metrics", _metrics(state), name="metrics"),
         Route(trace_path("{session_id}"), _trace(state), name="trace"),
         *openai.routes(state, _authorize),
@@ -252,10 +254,10 @@ def _front(state: State) -> Endpoint:
 def _description(served: Iterable[str]) -> Endpoint:
     names = frozenset(served)
 
-    async def openapi(request: Request) -> Response:
-        return Response(to_json(description.describe(names)), media_type=codec.JSON)
+    async def document(request: Request) -> Response:
+        return Response(to_json(openapi.describe(names)), media_type=codec.JSON)
 
-    return openapi
+    return document
 
 
 def _metrics(state: State) -> Endpoint:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from tinkex.server.data_dir import is_full_disk
+from tinkex.server.files.data_dir import is_full_disk
 
 logger = logging.getLogger("tinkex.server")
 

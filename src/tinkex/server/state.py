@@ -14,22 +14,22 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tinkex import codec
-from tinkex.engine import BaseModel, Engine, EngineError, Writer
-from tinkex.server.accounts import Accounts
-from tinkex.server.catalogue import Catalogue, discard
+from tinkex.engine.api import BaseModel, Engine, EngineError, Writer
+from tinkex.server.access.accounts import Accounts
 from tinkex.server.complaints import complain
-from tinkex.server.data_dir import Lock, make_directory, set_aside, sync_above
-from tinkex.server.journal import Committer, Journal
-from tinkex.server.metrics import Metrics
-from tinkex.server.promises import Promise, Promises
-from tinkex.server.refusals import Refusal as Refusal  # for those who know the state, from one place
-from tinkex.server.sampling_records import SamplingRecords
-from tinkex.server.scheduler import Lane, Worker
-from tinkex.server.seals import seal
-from tinkex.server.store import DATABASE, LOCAL_OWNER, Run, Store
-from tinkex.server.upload_files import sweep_uploads
-from tinkex.server.usage import Meter
+from tinkex.server.database.catalogue import Catalogue, discard
+from tinkex.server.database.store import DATABASE, LOCAL_OWNER, Run, Store
+from tinkex.server.files.data_dir import Lock, make_directory, set_aside, sync_above
+from tinkex.server.files.seals import seal
+from tinkex.server.files.upload_files import sweep_uploads
+from tinkex.server.http_errors import Refusal as Refusal  # for those who know the state, from one place
+from tinkex.server.routes.usage import Meter
+from tinkex.server.runs.journal import Committer, Journal
+from tinkex.server.runs.promises import Promise, Promises
+from tinkex.server.runs.scheduler import Lane, Worker
+from tinkex.server.samples.sampling_records import SamplingRecords
+from tinkex.server.server_metrics import Metrics
+from tinkex.wire import codec
 
 logger = logging.getLogger("tinkex.server")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from tinkex import otel
 from tinkex.errors import ConfigurationError
-from tinkex.protocol import PREFIX, Operation
-from tinkex.redaction import Scrubber
+from tinkex.wire.protocol import PREFIX, Operation
+from tinkex.wire.redaction import Scrubber
 
 
 def is_wanted(variables: Mapping[str, str]) -> bool:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinkex import environment
+from tinkex.client.settings import environment
 from tinkex.engine.native import self_check
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from tinkex.engine.native.team import Team
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tinkex.engine.decoder import Decoder, Lora
-    from tinkex.engine.lora import Factors, Linear
+    from tinkex.engine.model.decoder import Decoder, Lora
     from tinkex.engine.native.library import Library
+    from tinkex.engine.torch.lora import Factors, Linear
     from tinkex.types.tensors import Array
 
 

@@ -1,0 +1,253 @@
+"""`tinkex auth`: the key that a login keeps, and whom it belongs to."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinkex.cli.options import CommandGroup, Connection, connecting, formatted, wait
+from tinkex.cli.outcomes import CommandError, Outcome
+from tinkex.cli.output import print_fields, print_json
+
+if TYPE_CHECKING:
+    from tinkex.types.account import ApiKeyResponse
+
+KEYS_PAGE = "https://tinker.thinkingmachines.ai/keys"
+VERSION = 1
+LONGEST_KEY = 10_000
+
+
+@click.group(cls=CommandGroup)
+def auth() -> None:
+    """Log in and out, and see who the key belongs to.
+
+    A key is looked for in the option --api-key, in TINKER_API_KEY, in what the command in TINKER_CREDENTIAL_CMD prints,
+    and last in the file that `tinkex auth login` leaves (~/.tinker/credentials.json).
+    """
+
+
+# ── the file ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_credentials(path: Path) -> dict[str, Any]:
+    """The keys that are kept; an empty book when there is none, and an error when it cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not isinstance(found.setdefault("keys", {}), dict):
+            raise ValueError("it is not what a login writes")
+    except FileNotFoundError:
+        return {"version": VERSION, "keys": {}}
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path} cannot be read: {error}; mend it or move it away", error) from None
+    return found
+
+
+def write_credentials(path: Path, book: dict[str, Any]) -> None:
+    """Keep keys, readable by their owner alone; all or nothing."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump(book, file)
+        os.replace(scratch, path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}", error) from None
+
+
+# ── commands ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@auth.command()
+@formatted
+@connecting
+def login(as_json: bool, connection: Connection) -> Outcome:
+    """Check a key with the server and keep it for later.
+
+    The key is asked for, or read from standard input, or given with --api-key.
+    """
+    from tinkex.client.settings.config import HOSTED_URL, is_embedded
+    from tinkex.client.settings.credentials import credentials_file
+
+    key = connection.api_key or _ask()
+    asked = Connection(key, connection.base_url, connection.timeout)
+    url = asked.config().base_url
+    if is_embedded(url):
+        raise CommandError("the backend inside this process needs no key")
+    path = credentials_file()
+    book = read_credentials(path)  # before the server is asked, in case it cannot be read
+    with asked.rest() as rest:
+        known = _describe(rest)
+    entry = {"type": "manual", "key": key, "name": known.name, "note": known.note, "details": known.details}
+    if url != HOSTED_URL:
+        entry["base_url"] = url  # it is sent there and nowhere else
+    book["keys"][str(known.key_id)] = entry
+    book["default"] = str(known.key_id)
+    write_credentials(path, book)
+    who = _owner(known)
+    data = {"key_id": known.key_id, "name": known.name, "email": who, "file": str(path)}
+    if as_json:
+        print_json(data)
+    else:
+        click.echo(f"Logged in as {who or known.name or known.key_id}; the key is kept in {path}")
+        if url != HOSTED_URL:
+            click.echo(f"It is for {url} alone: set TINKER_BASE_URL, or give --base-url, to go there.", err=True)
+    return Outcome(data, known)
+
+
+def _ask() -> str:
+    if sys.stdin.isatty():
+        host = socket.gethostname()
+        click.echo(f"Make a key at {KEYS_PAGE}?new_key=true&key_name=tinkex-{host}", err=True)
+        key = str(click.prompt("Key", hide_input=True, err=True))
+    else:
+        key = sys.stdin.readline(LONGEST_KEY)
+    if not key.strip():
+        raise CommandError("there is no key: give it on standard input or with --api-key")
+    return key.strip()
+
+
+def _describe(rest: Any) -> ApiKeyResponse:
+    """What the server knows of the key; a server without that knowledge lets it in, or does not."""
+    from tinkex.client.futures.api_future import start
+    from tinkex.errors import NotFoundError
+    from tinkex.types.account import ApiKeyResponse
+    from tinkex.wire import protocol
+
+    async def ask() -> ApiKeyResponse:
+        try:
+            known: ApiKeyResponse = await rest._transport.call(protocol.GET_API_KEY)
+        except NotFoundError:
+            await rest._transport.call(protocol.GET_SERVER_CAPABILITIES)
+            return ApiKeyResponse(key_id="default")
+        return known
+
+    return wait(start(ask()))
+
+
+def _owner(known: ApiKeyResponse) -> str | None:
+    details = known.details.get("user_details")
+    found = details.get("email") if isinstance(details, dict) else None
+    return found if isinstance(found, str) else None
+
+
+@auth.command()
+@formatted
+@connecting
+def logout(as_json: bool, connection: Connection) -> Outcome:
+    """Forget the key that a login has kept.
+
+    One that a login has made is deleted on the server, too.
+    """
+    from tinkex.client.futures.api_future import start
+    from tinkex.client.settings.credentials import credentials_file
+    from tinkex.errors import TinkerError
+    from tinkex.wire import protocol
+
+    path = credentials_file()
+    book = read_credentials(path)
+    entry = book["keys"].pop(str(book.pop("default", "")), None)
+    if entry is None:
+        click.echo(f"There is no login: {path} has no key in use.", err=not as_json)
+        return Outcome({"removed": False, "file": str(path)})
+    if isinstance(entry, dict) and entry.get("type") == "generated":
+        try:
+            with Connection(str(entry.get("key")), connection.base_url, connection.timeout).rest() as rest:
+                wait(start(rest._transport.call(protocol.DELETE_API_KEY)))
+        except TinkerError as error:
+            click.echo(f"Warning: the key is still valid on the server: {error}", err=True)
+    if book["keys"]:
+        write_credentials(path, book)
+    else:
+        path.unlink(missing_ok=True)
+    data = {"removed": True, "file": str(path)}
+    if as_json:
+        print_json(data)
+    else:
+        own = isinstance(entry, dict) and entry.get("base_url")
+        revoked = f"with `tinkex key revoke` on the machine of {own}" if own else f"at {KEYS_PAGE}"
+        click.echo(f"Removed the key from {path}. It is valid until it is revoked {revoked}")
+    return Outcome(data)
+
+
+@auth.command()
+@formatted
+@connecting
+def status(as_json: bool, connection: Connection) -> Outcome:
+    """Whether there is a key, and whether the server lets it in.
+
+    Ends with 1 when there is none, or when it is not let in.
+    """
+    from tinkex.client.futures.api_future import start
+    from tinkex.errors import TinkerError
+    from tinkex.wire import protocol
+
+    connection = replace(connection, is_for_accounts=True)
+    source = credential_source(connection)
+    problem = None
+    try:
+        with connection.rest() as rest:
+            wait(start(rest._transport.call(protocol.GET_SERVER_CAPABILITIES)))
+    except TinkerError as error:
+        problem = error
+    data = {
+        "credentials": source is not None,
+        "source": source,
+        "accessible": problem is None,
+        "error": None if problem is None else str(problem),
+    }
+    if as_json:
+        print_json(data)
+    else:
+        print_fields(
+            {
+                "Credentials": f"Yes ({source})" if source else "No",
+                "Server accessible": "Yes" if problem is None else "No",
+            }
+        )
+        if problem is not None:
+            click.echo(f"Error: {problem}", err=True)
+    return Outcome(data, exit_code=0 if problem is None else 1)
+
+
+def credential_source(connection: Connection) -> str | None:
+    """Where the key comes from; None when there is none."""
+    from tinkex.client.settings import environment
+    from tinkex.client.settings.credentials import credentials_file
+    from tinkex.errors import ConfigurationError
+
+    if connection.api_key:
+        return "--api-key"
+    for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"):
+        if environment.text(name):
+            return name
+    try:
+        used = connection.config().api_key
+    except ConfigurationError:
+        used = None
+    return str(credentials_file()) if used else None
+
+
+@auth.command()
+@formatted
+@connecting
+def whoami(as_json: bool, connection: Connection) -> Outcome:
+    """Whom the key belongs to, on servers that tell."""
+    with replace(connection, is_for_accounts=True).rest() as rest:
+        try:
+            found = wait(rest.whoami())
+        except RuntimeError as error:
+            raise CommandError(str(error), error) from None
+    data = {"user_urn": found.user_urn, "org_urn": found.org_urn, "email": found.email}
+    if as_json:
+        print_json(data)
+    else:
+        print_fields({"Email": found.email or "N/A", "User": found.user_urn, "Organization": found.org_urn})
+    return Outcome(data, found)

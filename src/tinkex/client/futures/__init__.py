@@ -1,0 +1,1 @@
+"""Futures, polling and streams: how a call's result comes back."""

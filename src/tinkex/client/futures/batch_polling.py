@@ -1,0 +1,312 @@
+"""One poll for all samples of a client: it asks which have ended, and the results of many come in one answer.
+
+It is a convenience, and nothing depends on it alone. A sample that it cannot speak for is polled for by itself: when a
+poll fails, when a result is too large to come along, and when a sample has waited so long that the server may have
+forgotten about it (one that was restarted before its first word looks like one with nothing to say).
+
+The server keeps results until they are acknowledged. While samples are waited for, each poll
+acknowledges the results of earlier ones. When none is, one poll with a timeout of 0 acknowledges the
+rest, and nothing is sent until the next sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+import weakref
+from dataclasses import dataclass
+
+from tinkex.client.futures.api_future import HELD, POLL_TIMEOUT
+from tinkex.client.futures.loop_thread import runtime
+from tinkex.client.http.transport import OFF_LOOP_BYTES, Reply, Transport, backoff
+from tinkex.errors import GoneError, TinkerError
+from tinkex.types.sessions import FuturesRetrieveRequest, FuturesRetrieveResponse, SamplingSessionFuturesTarget
+from tinkex.wire import codec
+from tinkex.wire.protocol import RETRIEVE_FUTURES
+
+logger = logging.getLogger("tinkex")
+
+INLINE_BYTES = 4 << 20
+"""How much of results one answer may bring along; what is larger is fetched by itself."""
+GATHER_SECONDS = 0.005
+"""Polls that bring something are so far apart at least: what ends together comes together, also within a process."""
+REST_SECONDS = 5.0
+"""After a poll that failed, results are polled for one by one for so long."""
+DOUBT_SECONDS = 60.0
+"""A sample that has waited for so long may be asked for by itself."""
+DOUBTED = 16
+"""How many samples are, in each such time; if the poll missed one of them, all that have waited as long are."""
+ACK_DELAY = 0.2
+"""Seconds without a waiting sample before results are acknowledged: the next poll may do it."""
+LAST_ACK_SECONDS = 2.0
+"""Seconds that closing waits for the last acknowledgement."""
+MOST_FETCHED = 10_000
+"""Fetched results that are remembered until a poll can report them; the oldest are dropped beyond that."""
+NO_ENDPOINT = frozenset({404, 405, 501})
+
+
+@dataclass(slots=True)
+class _Waiter:
+    future: asyncio.Future[Reply | None]
+    since: float
+
+
+class BatchPoller:
+    """Waits for the samples of one client together, while any is waited for; on the runtime's loop only.
+
+    A submission is a block: `begin()`, then `outcome(request_id)` when the receipt is there, then `end(…)`. What the
+    outcome's future gives is the reply that holds the result, or None when it has to be fetched by itself.
+
+    Args:
+        transport: Sends the polls.
+        sampling_session_id: The sampling session.
+        clone: The number of the client in that session.
+        inline: Ask for results in the answers.
+        owner: The client; when it is collected, results that are not acknowledged yet are.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        sampling_session_id: str,
+        clone: int,
+        *,
+        inline: bool,
+        owner: object | None = None,
+    ) -> None:
+        self._transport = transport
+        self._target = SamplingSessionFuturesTarget(sampling_session_id=sampling_session_id, cloned_sampler_id=clone)
+        self._inline = inline
+        self._cursor = self._acknowledged = 0
+        """The cursor of the last answer, and the one that the server has been told last."""
+        self._waiting: dict[str, _Waiter] = {}
+        """By request; the one that has waited longest comes first."""
+        self._submissions = 0
+        self._open: dict[int, None] = {}
+        """The numbers of submissions whose receipts are not there yet; the oldest comes first."""
+        self._early: dict[str, tuple[int, Reply | None]] = {}
+        """Outcomes that nobody waits for yet, each with the number of the latest submission that it may belong to."""
+        self._fetched: dict[str, None] = {}
+        """Results that were fetched by themselves, until a poll has reported them."""
+        self._empty_polls = 0
+        self._rests_until = self._doubted = float("-inf")
+        self._in_doubt: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_usable = True
+        """False once the server has said that it knows no such poll."""
+        if owner is not None:
+            weakref.finalize(owner, self._flush_soon).atexit = False
+
+    # ── submissions ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> int:
+        """Note that a request is being submitted: its end may be told before its receipt comes."""
+        self._submissions += 1
+        self._open[self._submissions] = None
+        return self._submissions
+
+    def end(self, submission: int) -> None:
+        """Note that a submission is over; outcomes that only it or older ones could have asked for are dropped."""
+        del self._open[submission]
+        if self._early:
+            oldest = next(iter(self._open), self._submissions + 1)
+            while self._early and self._early[first := next(iter(self._early))][0] < oldest:
+                del self._early[first]
+
+    def outcome(self, request_id: str) -> asyncio.Future[Reply | None]:
+        """Wait for an operation to end; whoever gives up calls `forget`."""
+        future: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
+        now = time.monotonic()
+        if request_id in self._early:
+            future.set_result(self._early.pop(request_id)[1])
+        elif not self.is_usable or now < self._rests_until:
+            future.set_result(None)
+        else:
+            self._waiting[request_id] = _Waiter(future, now)
+            if self._task is None:
+                self._task = runtime().task(self._run())
+        return future
+
+    def forget(self, request_id: str) -> None:
+        """Note that nobody waits for an operation any more; the last one to leave ends the poll."""
+        self._waiting.pop(request_id, None)
+        self._in_doubt.discard(request_id)
+        if not self._waiting and self._task is not None:
+            self._task.cancel()
+            self._task = None
+            self._acknowledge_later()
+
+    def fetched(self, request_id: str, seconds: float) -> None:
+        """Note that a result was asked for by itself, so that the server can forget it, and how long that took."""
+        if self.is_usable:
+            self._fetched[request_id] = None
+            if len(self._fetched) > MOST_FETCHED:
+                del self._fetched[next(iter(self._fetched))]
+            self._acknowledge_later()
+        if request_id in self._in_doubt:
+            self._in_doubt.remove(request_id)
+            if seconds < HELD:  # it was there all along, or gone, and the poll has not said so
+                self._doubt(len(self._waiting))
+
+    # ── polls ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _run(self) -> None:
+        """Poll while somebody waits."""
+        try:
+            while self._waiting:
+                await self._turn()
+        except (TinkerError, ValueError) as error:
+            self._give_up(error)
+        finally:
+            if self._task is asyncio.current_task():
+                self._task = None
+                self._release(len(self._waiting))
+                self._acknowledge_later()
+
+    async def _turn(self) -> None:
+        """One poll, and the wait after it where one is due; its cost is that of what has ended."""
+        sent = time.monotonic()
+        is_news = await self._poll()
+        if time.monotonic() - self._doubted >= DOUBT_SECONDS:
+            self._doubt(DOUBTED)
+        spent = time.monotonic() - sent
+        if is_news or spent >= HELD:
+            self._empty_polls = 0
+            if self._waiting and spent < GATHER_SECONDS:  # where one ends at once, others are about to
+                await asyncio.sleep(GATHER_SECONDS - spent)
+        else:  # a server that does not hold polls must not be asked in a hot loop
+            self._empty_polls += 1
+            await asyncio.sleep(backoff(self._empty_polls, first=0.05, most=1.0))
+
+    async def _poll(self, timeout: float | None = None) -> bool:
+        """Poll once and take the answer; return whether anything has ended.
+
+        Args:
+            timeout: Seconds that the server may hold the poll; None leaves that to the server.
+        """
+        cursor, fetched = self._cursor, list(self._fetched)
+        request = FuturesRetrieveRequest(
+            target=self._target,
+            prev_cursor=cursor,
+            timeout=timeout,
+            retrieved_request_ids=fetched,
+            inline_bytes=INLINE_BYTES if self._inline else None,
+        )
+        reply = await self._transport.poll(RETRIEVE_FUTURES, request, {"Accept": codec.JSON}, POLL_TIMEOUT)
+        if reply.status >= 300 and reply.status != 408:
+            raise self._transport.refusal(RETRIEVE_FUTURES, reply)
+        head, results = await self._read(reply)
+        for request_id in fetched:
+            self._fetched.pop(request_id, None)
+        self._acknowledged = cursor
+        is_news = head.cursor > self._cursor
+        if head.cursor < self._cursor:  # the server has begun anew: what was asked for may never be mentioned again
+            self._release(len(self._waiting))
+        self._cursor = head.cursor
+        for completion in head.completions:
+            self._settle(completion.request_id, results.get(completion.request_id))
+        return is_news
+
+    async def _read(self, reply: Reply) -> tuple[FuturesRetrieveResponse, dict[str, tuple[str, bytes]]]:
+        if reply.status == 408:
+            return FuturesRetrieveResponse(completions=[], cursor=self._cursor), {}
+        if codec.BATCH not in reply.content_type:
+            return self._transport.decode(RETRIEVE_FUTURES, FuturesRetrieveResponse, reply), {}
+        if len(reply.body) > OFF_LOOP_BYTES:
+            return await asyncio.to_thread(codec.decode_batch, reply.body)
+        return codec.decode_batch(reply.body)
+
+    def _settle(self, request_id: str, result: tuple[str, bytes] | None) -> None:
+        reply = None if result is None else Reply(200, {"content-type": result[0]}, result[1])
+        waiter = self._waiting.pop(request_id, None)
+        if waiter is None:
+            if self._open:
+                self._early[request_id] = self._submissions, reply
+        elif not waiter.future.done():
+            waiter.future.set_result(reply)
+
+    # ── acknowledgements ─────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _owes(self) -> bool:
+        """Return whether results wait to be acknowledged."""
+        return self.is_usable and (bool(self._fetched) or self._acknowledged != self._cursor)
+
+    def _acknowledge_later(self) -> None:
+        """Acknowledge results after a short time without a waiting sample."""
+        if self._timer is None and self._owes:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(ACK_DELAY, self._acknowledge_now)
+
+    def _acknowledge_now(self) -> None:
+        self._timer = None
+        if self._task is None and self._owes:
+            self._task = runtime().task(self._acknowledge())
+
+    async def _acknowledge(self) -> None:
+        """Poll with timeout 0 until all is acknowledged; leave failures to the next poll."""
+        try:
+            while self._owes and not self._waiting:
+                await self._poll(timeout=0.0)
+        except (TinkerError, ValueError) as error:
+            self._learn(error)
+        finally:
+            if self._task is asyncio.current_task():
+                self._task = None
+        if self._waiting and self._task is None:
+            self._task = runtime().task(self._run())
+
+    async def flush(self) -> None:
+        """Acknowledge all results before the connections close; give up after a short time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_ACK_SECONDS):
+                if self._task is not None and not self._waiting:
+                    await asyncio.wait({self._task})
+                elif self._task is None and self._owes:
+                    self._task = runtime().task(self._acknowledge())
+                    await asyncio.wait({self._task})
+
+    def _flush_soon(self) -> None:
+        """Acknowledge all results after the client was collected; safe in any thread."""
+        if self._owes:
+            runtime().release(self.flush())
+
+    # ── when it cannot be relied on ──────────────────────────────────────────────────────────────────────────────
+
+    def _learn(self, error: Exception) -> None:
+        """Take note of what a failed poll says of the server."""
+        if getattr(error, "status_code", None) in NO_ENDPOINT:
+            self.is_usable = False
+            self._fetched.clear()
+        if isinstance(error, GoneError):
+            self._cursor = self._acknowledged = 0  # it was of an earlier life of the server
+
+    def _give_up(self, error: Exception) -> None:
+        """Poll for each result by itself after a failed poll, and for new ones for a while."""
+        self._learn(error)
+        self._rests_until = time.monotonic() + REST_SECONDS
+        logger.debug("batched polling: %s; %d results are polled for one by one", error, len(self._waiting))
+
+    def _doubt(self, most: int) -> None:
+        """Let those go and ask by themselves that have waited for very long."""
+        now = time.monotonic()
+        stale = 0
+        for waiter in self._waiting.values():
+            if stale >= most or now - waiter.since < DOUBT_SECONDS:
+                break
+            stale += 1
+        if stale:
+            self._doubted = now
+            self._in_doubt.update(itertools.islice(self._waiting, stale))
+            self._release(stale)
+
+    def _release(self, count: int) -> None:
+        """Let the first so many ask by themselves."""
+        for request_id in list(itertools.islice(self._waiting, count)):
+            future = self._waiting.pop(request_id).future
+            if not future.done():
+                future.set_result(None)

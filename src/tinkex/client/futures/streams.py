@@ -1,0 +1,126 @@
+"""Streams: what can be taken piece by piece while the rest is still on its way, as the tokens of samples."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import Generic, Self, TypeAlias, TypeVar
+
+from tinkex.client.futures.api_future import Future
+from tinkex.types.sampling import SampleResponse, SampleStreamChunk
+
+T = TypeVar("T")
+
+
+class Stream(Generic[T]):
+    """What arrives piece by piece, for `for` in any thread or `async for` in any event loop.
+
+    One reader at a time. Leaving a `with` block, or `close()`, hangs up, and the server stops; just ceasing to read
+    does not, for the rest may be read later.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunks: deque[T] = deque()
+        self._reader: Future[None] | None = None
+        self._source: Future[None] | None = None
+        self._ended = False
+
+    def begin(self, source: Future[None]) -> None:
+        """Take the call that feeds this stream; its end is the stream's."""
+        self._source = source
+        source.add_done_callback(self._end)
+
+    def put(self, chunk: T) -> None:
+        """Hand a chunk to the reader."""
+        with self._lock:
+            self._chunks.append(chunk)
+            reader, self._reader = self._reader, None
+        _wake(reader)
+
+    def _end(self, source: object) -> None:
+        with self._lock:
+            self._ended = True
+            reader, self._reader = self._reader, None
+        _wake(reader)
+
+    def _take(self) -> tuple[T] | Future[None] | None:
+        """A chunk; or what to wait for; or None at the end, where an error is raised instead if there was one."""
+        with self._lock:
+            if self._chunks:
+                return (self._chunks.popleft(),)
+            if not self._ended:
+                if self._reader is not None and not self._reader.done():
+                    raise RuntimeError("this stream is being read already: it has one reader at a time")
+                self._reader = Future()
+                return self._reader
+        assert self._source is not None
+        if not self._source.cancelled():
+            self._source.result(0)
+        return None
+
+    def __iter__(self) -> Iterator[T]:
+        while (taken := self._take()) is not None:
+            if isinstance(taken, Future):
+                try:
+                    taken.result()
+                finally:
+                    taken.cancel()  # whoever waited and was interrupted has given up: let the next one wait
+            else:
+                yield taken[0]
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        while (taken := self._take()) is not None:
+            if isinstance(taken, Future):
+                try:
+                    await taken
+                finally:
+                    taken.cancel()
+            else:
+                yield taken[0]
+
+    def close(self) -> None:
+        """Hang up; what has been read stays read."""
+        if self._source is not None:
+            self._source.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+SampleStream: TypeAlias = Stream[SampleStreamChunk]
+"""The tokens of samples as they are drawn."""
+
+
+def _wake(reader: Future[None] | None) -> None:
+    if reader is not None and not reader.done():
+        reader.set_result(None)
+
+
+def chunks_of(response: SampleResponse) -> Iterator[SampleStreamChunk]:
+    """A whole answer as the stream it would have been."""
+    for index, sequence in enumerate(response.sequences):
+        logprobs: Sequence[float | None] = sequence.logprobs or [None] * len(sequence.tokens)
+        for token, logprob in zip(sequence.tokens, logprobs, strict=True):
+            yield SampleStreamChunk(token_id=token, logprob=logprob, index=index)
+        yield SampleStreamChunk(
+            index=index,
+            finish_reason=sequence.stop_reason,
+            total_tokens=len(sequence.tokens),
+            event_type="done",
+        )

@@ -1,0 +1,115 @@
+"""Deprecated methods: a decorator that warns, and functions that make the `*_async` twins.
+
+A twin is made of the method that replaces it. It calls that method by name, so a subclass or a patch that replaces the
+method also replaces what the twin does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+from tinkex.client.futures.api_future import APIFuture, users_level
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def deprecated(advice: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Mark a function or method as deprecated: each call warns at the caller's line.
+
+    Args:
+        advice: What to use instead, as the end of a sentence.
+
+    Returns:
+        A decorator; the message is also the `__deprecated__` of what it returns.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        message = f"DEPRECATED: {function.__qualname__}() will be removed: {advice}"
+
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            warnings.warn(message, FutureWarning, stacklevel=users_level())
+            return function(*args, **kwargs)
+
+        called.__deprecated__ = message  # type: ignore[attr-defined]
+        if inspect.iscoroutinefunction(function):
+            _mark(called)
+        return called
+
+    return decorate
+
+
+def twin(method: Callable[P, T], advice: str = "") -> Callable[P, Coroutine[Any, Any, T]]:
+    """Make the `*_async` twin of a method; awaiting it gives what the method returns.
+
+    Args:
+        method: The method, as it stands in the class body.
+        advice: What to use instead; the method itself by default.
+
+    Returns:
+        The twin, to be assigned in the same class body.
+    """
+
+    async def give(name: str, client: Any, args: Any, kwargs: Any) -> Any:
+        return getattr(client, name)(*args, **kwargs)
+
+    returns_future = "Future" in str(inspect.get_annotations(method).get("return"))
+    note = "awaiting it gives the future." if returns_future else "to be awaited."
+    return _made(method, give, note, advice)
+
+
+def value_twin(method: Callable[P, APIFuture[T]], advice: str = "") -> Callable[P, Coroutine[Any, Any, T]]:
+    """Make the `*_async` twin of a method; awaiting it gives the value of the future that the method returns.
+
+    Args:
+        method: The method, as it stands in the class body.
+        advice: What to use instead; awaiting the method by default.
+
+    Returns:
+        The twin, to be assigned in the same class body.
+    """
+
+    async def give(name: str, client: Any, args: Any, kwargs: Any) -> Any:
+        call = getattr(client, name)
+        if hasattr(call, "__deprecated__"):  # the twin has warned already
+            call = functools.partial(inspect.unwrap(call, stop=_is_plain), client)
+        return await call(*args, **kwargs)
+
+    return _made(method, give, "awaiting it gives the value.", advice)
+
+
+def _is_plain(function: Any) -> bool:
+    return not hasattr(function, "__deprecated__")
+
+
+def _made(
+    method: Callable[..., Any], give: Callable[[str, Any, Any, Any], Coroutine[Any, Any, Any]], note: str, advice: str
+) -> Callable[..., Any]:
+    name = method.__name__
+    owner = method.__qualname__.rpartition(".")[0]
+    instead = advice or f"await {owner}.{name}()"
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        return give(name, self, args, kwargs)
+
+    functools.update_wrapper(called, method)
+    called.__name__, called.__qualname__ = f"{name}_async", f"{method.__qualname__}_async"
+    called.__doc__ = f"Deprecated: use `{name}`. Like that; {note}"
+    marked = deprecated(instead)(called)
+    _mark(marked)
+    return marked
+
+
+def _mark(function: Any) -> None:
+    """Let asyncio know that a plain function returns a coroutine."""
+    if sys.version_info >= (3, 12):
+        inspect.markcoroutinefunction(function)
+    else:
+        function._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]

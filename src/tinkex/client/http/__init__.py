@@ -1,0 +1,1 @@
+"""HTTP requests of the clients: connections, retries, limits, and servers of other ages."""

@@ -1,0 +1,474 @@
+"""A session: one transport, the server's configuration, a session id with its heartbeat, and the session's counters.
+
+It opens itself on first use, and stops when closed or when the last client that holds it is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Container, Coroutine, Iterator, Mapping
+from typing import Any, TypeVar
+
+from tinkex import telemetry
+from tinkex.client.futures.api_future import Future, QueueNotice, retrieve, start
+from tinkex.client.futures.batch_polling import BatchPoller
+from tinkex.client.futures.loop_thread import runtime
+from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker
+from tinkex.client.http import legacy_servers
+from tinkex.client.http.legacy_servers import Receipt
+from tinkex.client.http.limits import DispatchGate, shared_gate, shared_response_budget
+from tinkex.client.http.request_names import forget_caller
+from tinkex.client.http.transport import Reply, Transport, origin_of
+from tinkex.client.settings.config import Config
+from tinkex.errors import APIStatusError, GoneError, NotFoundError, TinkerError
+from tinkex.telemetry import Reporter
+from tinkex.types.sessions import (
+    CancelFutureRequest,
+    ClientConfigRequest,
+    ClientConfigResponse,
+    ClientDynamicConfigResponse,
+    ClientSessionFinishReasonType,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishReason,
+    FinishSessionRequest,
+    SessionHeartbeatRequest,
+)
+from tinkex.wire import codec, protocol
+from tinkex.wire.protocol import PROTOCOL_VERSION, Operation
+
+T = TypeVar("T")
+logger = logging.getLogger("tinkex")
+
+HEARTBEAT_SECONDS = 10.0
+HEARTBEAT_TIMEOUT = 10.0
+SILENCE_SECONDS = 120.0
+"""How long heartbeats may fail before it is said so, at each that fails."""
+SHORTEST_REFRESH = 10.0
+CANCEL_PATIENCE = 10.0
+
+
+class Session:
+    """What the clients of one ServiceClient share.
+
+    With a `session_id`, it is the shadow of a session that another process owns: it keeps that one alive and never
+    ends it.
+
+    Heartbeats go on through every failure, unless a limit is set, at any time: more than `max_failure_count` failures
+    in a row, or more than `max_failure_duration` seconds without a success, end them. Calls are still made then.
+    """
+
+    max_failure_count: float = math.inf
+    max_failure_duration: float = math.inf
+
+    def __init__(self, config: Config, *, display_name: str | None = None, session_id: str = "") -> None:
+        self.config = config
+        self.transport = Transport(config)
+        self.client_config = ClientConfigResponse()
+        self.client_config_is_missing = False
+        """True if the server is too old to give a client configuration."""
+        self.dynamic_config = ClientDynamicConfigResponse()
+        self.session_id = session_id
+        self.is_shadow = bool(session_id)
+        self.closed = False
+        self.model_seq_ids = itertools.count()
+        self.sampling_session_seq_ids = itertools.count()
+        self.custom_loss_seq_ids = itertools.count()
+        self.custom_losses: set[str] = set()
+        """The keys of the custom losses made in this session: each is made once."""
+        self._display_name = display_name
+        self._pauses = QueueStateLogger("Training")
+        self._lock = threading.Lock()
+        self._opening: Future[None] | None = None
+        self._is_open = False
+        self._gate: DispatchGate | None = None
+        self._cancels: asyncio.Semaphore | None = None
+        self.telemetry: Reporter | None = None
+        self._reporters: list[Reporter] = []  # for the finalizer, which must not refer to the session
+        self.pollers: weakref.WeakSet[BatchPoller] = weakref.WeakSet()
+        """The batched polls of this session's samplers; each is flushed before the connections are closed."""
+        self._trials: set[asyncio.Future[Reply]] = set()
+        self._pending: set[Future[Any]] = set()
+        self._finishing: asyncio.Future[None] | None = None
+        self._releasing: asyncio.Task[None] | None = None
+        self._renewing = asyncio.Lock()
+        # When the last client lets go, the transport must still be closed: on the loop, without holding the session.
+        weakref.finalize(self, _close_transport, self.transport, self._reporters, self.pollers).atexit = False
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the runtime once the session is open; a failure to open is its failure."""
+        if self.closed:
+            coroutine.close()
+            raise RuntimeError("ServiceClient is closed")
+        return start(self._after_open(coroutine))
+
+    def call(
+        self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any, kind: type[Future[T]] | None = None
+    ) -> Future[T]:
+        """Like `start`, but the coroutine is made when its turn comes: a call cancelled earlier leaves none behind."""
+        if self.closed:
+            raise RuntimeError("ServiceClient is closed")
+        return start(self._call(function, args), kind)
+
+    def create(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Future[T]:
+        """Like `call`, for what makes a client: closing the session waits for it."""
+        future = self.call(function, *args)
+        self.track(future)
+        return future
+
+    async def _call(self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> T:
+        if not self._is_open:
+            await self.opened()
+        try:
+            return await function(*args)
+        except Exception as error:
+            telemetry.log_exception(self.telemetry, error)
+            raise
+
+    async def _after_open(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            await self.opened()
+        except BaseException:
+            coroutine.close()
+            raise
+        with self.reporting():
+            return await coroutine
+        raise AssertionError("unreachable")
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Around a call: its failure is reported where failures are, which nobody waits for."""
+        try:
+            yield
+        except Exception as error:
+            telemetry.log_exception(self.telemetry, error)
+            raise
+
+    async def opened(self) -> None:
+        """Open the session if it is not open yet; a failed attempt is made anew by the next call."""
+        if self._is_open:
+            return
+        with self._lock:
+            if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+                self._opening = start(self._open())
+        await self._opening
+
+    async def _open(self) -> None:
+        forget_caller()  # the session and its background work are shared by all calls
+        runtime().at_stop(weakref.WeakMethod(self._abandon))
+        await self._configure()
+        if not self.is_shadow:
+            await self._create()
+            self._report()
+        runtime().task(_heartbeat(weakref.ref(self), self.session_id))
+        runtime().task(_keep_informed(weakref.ref(self)))
+        self._is_open = True
+
+    def _report(self) -> None:
+        send, wanted = telemetry.sender(self.transport), telemetry.goes_by_itself(self.config)
+        self.telemetry = telemetry.init(self.session_id, self.config, send, enabled=wanted, owner=self)
+        if self.telemetry is not None:
+            self._reporters.append(self.telemetry)
+
+    async def _configure(self) -> None:
+        """Ask the server how to behave; one that knows no such question speaks an older dialect."""
+        hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
+        patience = self.config.first_contact_patience
+        try:
+            self.client_config = await self.transport.call(protocol.CLIENT_CONFIG, hello, patience=patience)
+        except NotFoundError:
+            self.transport.is_older = self.client_config_is_missing = True
+            return
+        if self.client_config.batched_results:
+            self.transport.is_older = False
+        if self.client_config.pjwt_auth_enabled:
+            self.transport.use_tokens()
+        self.transport.billing.limit = self.client_config.billing_exception_max_pause_duration_sec
+        self.transport.response_budget = shared_response_budget(
+            self._account, self.client_config.inflight_response_bytes_semaphore_size
+        )
+        await self.refresh()
+
+    async def refresh(self) -> None:
+        """Ask for the part of the configuration that may change; the last answer stays when there is none."""
+        hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
+        with contextlib.suppress(TinkerError):
+            self.dynamic_config = await self.transport.call(
+                protocol.CLIENT_DYNAMIC_CONFIG, hello, timeout=10, patience=0
+            )
+
+    @property
+    def _account(self) -> tuple[str, str | None]:
+        """What budgets are shared by: a server, and who asks it."""
+        return (origin_of(self.config.base_url), self.config.api_key)
+
+    async def _create(self) -> None:
+        request = CreateSessionRequest(
+            tags=list(self.config.tags),
+            user_metadata=dict(self.config.user_metadata or {}),
+            sdk_version=PROTOCOL_VERSION,
+            project_id=self.config.project_id,
+            display_name=self._display_name,
+        )
+        # Whoever waits for a first answer learns in time that there is none, however patient later calls may be.
+        patience = min(self.config.patience, self.config.timeout)
+        response: CreateSessionResponse = await self.transport.call(protocol.CREATE_SESSION, request, patience=patience)
+        self.session_id = self.transport.facts["session_id"] = response.session_id
+        for level, text in (
+            (logging.INFO, response.info_message),
+            (logging.WARNING, response.warning_message),
+            (logging.ERROR, response.error_message),
+        ):
+            if text:
+                logger.log(level, "%s", text)
+
+    async def is_lost(self) -> bool:
+        """Whether the server says that it does not know this session, or that it is over."""
+        request = SessionHeartbeatRequest(session_id=self.session_id)
+        try:
+            await self.transport.call(protocol.SESSION_HEARTBEAT, request)
+        except (GoneError, NotFoundError):
+            return True
+        return False
+
+    async def renew(self, lost: str) -> None:
+        """Go on under a new id in place of one that the server has lost; whoever asks second finds it done."""
+        if self.is_shadow:
+            raise RuntimeError("a session that another process owns is not opened anew here")
+        async with self._renewing:
+            if self.session_id != lost:
+                return
+            self.custom_losses.clear()
+            await self._create()
+            runtime().task(_heartbeat(weakref.ref(self), self.session_id))
+
+    @property
+    def gate(self) -> DispatchGate:
+        """What bounds the submission of samples, shared by all sessions of this server and key; on the loop only."""
+        if self._gate is None:
+            self._gate = shared_gate(self._account, self.client_config.sample_dispatch_bytes_semaphore_size)
+        return self._gate
+
+    async def submit(
+        self,
+        op: Operation,
+        request: Any,
+        *,
+        headers: Mapping[str, str] | None = None,
+        patience: float | None = None,
+        final: Container[int] = (),
+    ) -> Receipt:
+        """Hand an operation to the server; the receipt names its future, or is the result at once."""
+        named = ("model_id", "model_seq_id", "seq_id", "sampling_session_id")
+        facts = {name: value for name in named if (value := getattr(request, name, None)) is not None}
+        started = time.monotonic()
+
+        options = {"headers": headers, "patience": patience, "final": final, "metadata": facts}
+        if self.transport.is_older is None and legacy_servers.shows_dialect(op, request):
+            reply = await self._try_both(functools.partial(self._post, op, request, options))
+        else:
+            reply = await self._post(op, request, options, self.transport.is_older or False)
+        return legacy_servers.read_receipt(self.transport, legacy_servers.called(op, request), reply, started)
+
+    async def _post(self, op: Operation, request: Any, options: dict[str, Any], older: bool, **other: Any) -> Reply:
+        spoken, body = await _written(op, request, older, self.client_config.proto_compress_fwdbwd)
+        return await self.transport.request(spoken, body, **(options | other))
+
+    async def _try_both(self, post: Callable[..., Coroutine[Any, Any, Reply]]) -> Reply:
+        """The first passes a server gets show which form it reads; the older is tried when it refuses all of these."""
+        trial = asyncio.ensure_future(post(False))
+        self._trials.add(trial)
+        trial.add_done_callback(self._trials.discard)
+        try:
+            reply = await trial
+        except APIStatusError as refused:
+            if refused.status_code not in legacy_servers.UNREADABLE:
+                raise
+            if others := self._trials - {trial}:  # one that is read shows that this one was refused for what it says
+                await asyncio.wait(others)
+            if self.transport.is_older is False:
+                raise
+            if self.transport.is_older:
+                return await post(True)
+            try:
+                reply = await post(True, patience=0.0)
+            except TinkerError:
+                raise refused from None
+            self.transport.is_older = True
+            logger.info("%s reads no protobuf: passes are sent to it as JSON", self.transport.place)
+            return reply
+        self.transport.is_older = False
+        return reply
+
+    async def run(self, op: Operation, request: Any) -> Any:
+        """Submit an operation, wait for its result, and log a long pause."""
+        number = getattr(request, "model_seq_id", None)
+        name = self.session_id if number is None else f"{self.session_id}:train:{number}"
+        listener = functools.partial(self._pauses.on_queue_state_change, name=name)
+        tracker = QueueStateTracker(metadata={"session_id": self.session_id, "model_id": name}, listener=listener)
+        try:
+            return await self.result(await self.submit(op, request), notice=tracker.heard)
+        finally:
+            tracker.ended()
+
+    async def result(self, receipt: Receipt, *, timeout: float | None = None, notice: QueueNotice | None = None) -> Any:
+        """The result behind a receipt."""
+        if receipt.request_id is None:
+            return receipt.result
+        return await retrieve(
+            self.transport, receipt.op, receipt.request_id, receipt.submitted, timeout=timeout, notice=notice
+        )
+
+    async def cancel_future(self, request_id: str) -> None:
+        """Tell the server that a result is not wanted any more; so many at once, and no matter if it fails."""
+        if self._cancels is None:
+            self._cancels = asyncio.Semaphore(max(1, self.dynamic_config.sample_cancel_max_batch_size))
+        async with self._cancels:
+            with contextlib.suppress(TinkerError):
+                request = CancelFutureRequest(request_id=request_id)
+                await self.transport.call(protocol.CANCEL_FUTURE, request, timeout=30, patience=CANCEL_PATIENCE)
+
+    def track(self, future: Future[Any]) -> None:
+        """Remember a call until it has ended, so that closing can wait for it."""
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+
+    async def _settle(self, reason: ClientSessionFinishReasonType) -> None:
+        """Before a session ends well, what was called is carried out; otherwise what is dropped is named."""
+        pending = list(self._pending) if self._is_open else []  # else there is nothing that could be carried out
+        if pending and reason == "success":
+            logger.info("closing: waiting for %d calls under way", len(pending))
+            await asyncio.gather(*pending, return_exceptions=True)
+        elif pending:
+            logger.warning("the session ends with %d calls under way: they are dropped", len(pending))
+
+    async def _abandon(self) -> None:
+        await self.finish("interrupted", "the program ended without closing the session")
+        if self._releasing is not None:  # there is no later any more
+            await asyncio.wait({self._releasing})
+
+    async def finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
+        """Tell the server that this session is over, and let go of the connections; the first reason stays."""
+        self.closed = True
+        if self._finishing is None:
+            self._finishing = asyncio.ensure_future(self._finish(reason, detail))
+        await asyncio.shield(self._finishing)
+
+    async def _finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
+        await self._settle(reason)
+        self.transport.stop_renewal()
+        await _flush(self.pollers)
+        try:
+            if self.session_id and not self.is_shadow:
+                request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)
+                path = {"session_id": self.session_id}
+                await self.transport.call(protocol.FINISH_SESSION, request, path=path, timeout=10, patience=5)
+        except NotFoundError:
+            pass  # a server that knows no finish forgets the session by itself
+        except TinkerError as error:
+            logger.warning("the session could not be finished: %s", error)
+        finally:
+            if self.telemetry is None:
+                await self.transport.close()
+            else:  # telemetry delays nobody
+                self._releasing = runtime().task(_let_go(self.transport, self._reporters))
+
+
+async def _written(op: Operation, request: Any, older: bool, compress: bool) -> tuple[Operation, codec.Body]:
+    """A request as bytes; passes are written in a thread, for they are large."""
+    if older:
+        return await asyncio.to_thread(legacy_servers.for_older, op, request)
+    if legacy_servers.is_pass(op):
+        return legacy_servers.called(op, request), await asyncio.to_thread(legacy_servers.write_pass, request, compress)
+    return op, codec.encode(request)
+
+
+_shadows: weakref.WeakValueDictionary[tuple[str, str, str | None], Session] = weakref.WeakValueDictionary()
+
+
+def shadow_of(config: Config, session_id: str) -> Session:
+    """The shadow of a session in this process: one for all clients that came with it."""
+    key = (session_id, config.base_url, config.api_key)
+    shadow = _shadows.get(key)
+    if shadow is None or shadow.closed:
+        shadow = _shadows[key] = Session(config, session_id=session_id)
+    return shadow
+
+
+def _close_transport(transport: Transport, reporters: list[Reporter], pollers: weakref.WeakSet[BatchPoller]) -> None:
+    runtime().release(_drop(transport, reporters, pollers))
+
+
+async def _drop(transport: Transport, reporters: list[Reporter], pollers: weakref.WeakSet[BatchPoller]) -> None:
+    await _flush(pollers)
+    await _let_go(transport, reporters)
+
+
+async def _flush(pollers: weakref.WeakSet[BatchPoller]) -> None:
+    """Acknowledge the results that batched polls brought; no failure, and no long wait."""
+    await asyncio.gather(*(poller.flush() for poller in list(pollers)))
+
+
+async def _let_go(transport: Transport, reporters: list[Reporter]) -> None:
+    try:
+        for reporter in reporters:
+            await reporter.aclose()
+    finally:
+        await transport.close()
+
+
+async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
+    """Beat until the session is closed, dropped or gone on the server's side, or a limit on failures is reached."""
+    request = SessionHeartbeatRequest(session_id=session_id)
+    heard, failures = time.monotonic(), 0
+    while True:
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+        session = reference()
+        if session is None or session.closed or session.session_id != session_id:
+            return
+        transport = session.transport
+        del session  # nobody is kept alive by waiting for an answer
+        try:
+            await transport.call(protocol.SESSION_HEARTBEAT, request, timeout=HEARTBEAT_TIMEOUT, patience=0)
+        except Exception as error:  # whatever it is, the next beat may get through
+            if isinstance(error, GoneError):
+                return
+            failures += 1
+            if (session := reference()) is None or session.closed:
+                return
+            silent = time.monotonic() - heard
+            logger.debug("heartbeat of session %s: failure %d: %s", session_id, failures, error)
+            if failures > session.max_failure_count or silent > session.max_failure_duration:
+                logger.warning(
+                    "Heartbeats of session %s are given up after %d failures in %.0f s: %s",
+                    session_id,
+                    failures,
+                    silent,
+                    error,
+                )
+                return
+            del session
+            if silent >= SILENCE_SECONDS:
+                logger.warning("Heartbeat has failed for %.0f s: session %s: %s", silent, session_id, error)
+        else:
+            heard, failures = time.monotonic(), 0
+
+
+async def _keep_informed(reference: weakref.ref[Session]) -> None:
+    """Ask for the changing part of the configuration now and then, until the session is closed or dropped."""
+    while (session := reference()) is not None and not session.closed:
+        pause = max(session.dynamic_config.refresh_interval_sec, SHORTEST_REFRESH)
+        del session
+        await asyncio.sleep(pause)
+        session = reference()
+        if session is not None and not session.closed:
+            await session.refresh()
+        del session

@@ -1,0 +1,1 @@
+"""Settings, credentials and versions of the clients."""

@@ -1,0 +1,178 @@
+"""Settings as the environment gives them: trimmed, blank means unset; every reader takes another mapping for tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tinkex.wire.redacted_http import REDACTED, redact_headers, redact_url
+
+TRUE = {"1", "true", "yes", "on"}
+FALSE = {"0", "false", "no", "off"}
+PARITY = {"python": "python", "Python": "python", "PYTHON": "python", "beam": "beam", "BEAM": "beam"} | {
+    "elixir": "beam",
+    "ELIXIR": "beam",
+}
+
+LEVELS = {"debug": "debug", "info": "info", "warn": "warn", "warning": "warn", "error": "error"}
+POOL_SIZE, POOL_COUNT = 50, 20
+"""Connections of a pool and pools, where the environment names only one of the two."""
+
+
+def text(name: str, environment: Mapping[str, str] | None = None) -> str | None:
+    """A trimmed value; None when unset or blank."""
+    value = (os.environ if environment is None else environment).get(name, "").strip()
+    return value or None
+
+
+def flag(name: str, environment: Mapping[str, str] | None = None) -> bool | None:
+    """A yes or no; None when unset or neither."""
+    value = (text(name, environment) or "").lower()
+    return True if value in TRUE else False if value in FALSE else None
+
+
+def words(name: str, environment: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
+    """A comma-separated list without its blanks; None when nothing is left."""
+    parts = tuple(part.strip() for part in (text(name, environment) or "").split(",") if part.strip())
+    return parts or None
+
+
+def mapping(name: str, environment: Mapping[str, str] | None = None) -> dict[str, str] | None:
+    """A JSON object of text; None when unset, not JSON or not an object."""
+    try:
+        value = json.loads(text(name, environment) or "null")
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    return {key: item if isinstance(item, str) else json.dumps(item) for key, item in value.items() if item is not None}
+
+
+def pairs(name: str, environment: Mapping[str, str] | None = None) -> tuple[tuple[str, str], ...] | None:
+    """A JSON array of [name, value] pairs; what is not one is left out."""
+    try:
+        value = json.loads(text(name, environment) or "null")
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(value, list):
+        return None
+    return tuple(
+        (item[0], item[1])
+        for item in value
+        if isinstance(item, list) and len(item) == 2 and all(isinstance(part, str) for part in item)
+    )
+
+
+def choice(name: str, choices: Mapping[str, str], environment: Mapping[str, str] | None = None) -> str | None:
+    """One of several words; None when unset or another."""
+    return choices.get(text(name, environment) or "")
+
+
+def positive(name: str, environment: Mapping[str, str] | None = None) -> int | None:
+    """A whole number above zero; None when unset or anything else."""
+    value = text(name, environment) or ""
+    return int(value) if value.isascii() and value.isdigit() and int(value) > 0 else None
+
+
+def level(name: str, environment: Mapping[str, str] | None = None) -> str | None:
+    """A level of logging: debug, info, warn or error; None when unset or another."""
+    return LEVELS.get((text(name, environment) or "").lower())
+
+
+def poll_backoff(environment: Mapping[str, str] | None = None) -> str | None:
+    """Whether polls that meet a failing server wait longer each time: "exponential", or None."""
+    name = "TINKEX_POLL_BACKOFF"
+    chosen = flag(name, environment) or (text(name, environment) or "").lower() == "exponential"
+    return "exponential" if chosen else None
+
+
+def pool_sizes(environment: Mapping[str, str] | None = None) -> dict[str, int] | None:
+    """Connections for sampling: TINKEX_POOL_SIZE of them in each of TINKEX_POOL_COUNT pools."""
+    size, count = positive("TINKEX_POOL_SIZE", environment), positive("TINKEX_POOL_COUNT", environment)
+    if size is None and count is None:
+        return None
+    return {"sample": (size or POOL_SIZE) * (count or POOL_COUNT)}
+
+
+def http_client(environment: Mapping[str, str] | None = None) -> str | None:
+    """The name of a client factory, "module:callable", in a module that is there; else None."""
+    name = text("TINKEX_HTTP_CLIENT", environment) or ""
+    module, colon, member = name.partition(":")
+    try:
+        found = importlib.util.find_spec(module) if module and colon and member else None
+    except (ImportError, ValueError):
+        return None
+    return name if found else None
+
+
+def hf_token(environment: Mapping[str, str] | None = None) -> str | None:
+    """The token for Hugging Face: HF_TOKEN, else HUGGING_FACE_HUB_TOKEN."""
+    return text("HF_TOKEN", environment) or text("HUGGING_FACE_HUB_TOKEN", environment)
+
+
+def hf_home(environment: Mapping[str, str] | None = None) -> Path:
+    """Where Hugging Face's libraries keep their files: HF_HOME, else a folder of the user's cache."""
+    cache = text("XDG_CACHE_HOME", environment) or "~/.cache"
+    return Path(text("HF_HOME", environment) or f"{cache}/huggingface").expanduser()
+
+
+def hf_token_path(environment: Mapping[str, str] | None = None) -> Path:
+    """The file that a login to Hugging Face leaves its token in."""
+    named = text("HF_TOKEN_PATH", environment)
+    return Path(named).expanduser() if named else hf_home(environment) / "token"
+
+
+def snapshot(environment: Mapping[str, str] | None = None) -> dict[str, object]:
+    """Everything the environment says, by the names of Config's fields; None where it says nothing."""
+    return {
+        "api_key": text("TINKER_API_KEY", environment),
+        "base_url": text("TINKER_BASE_URL", environment),
+        "project_id": text("TINKER_PROJECT_ID", environment),
+        "credential_cmd": text("TINKER_CREDENTIAL_CMD", environment),
+        "tags": words("TINKER_TAGS", environment),
+        "cf_access_client_id": text("CLOUDFLARE_ACCESS_CLIENT_ID", environment),
+        "cf_access_client_secret": text("CLOUDFLARE_ACCESS_CLIENT_SECRET", environment),
+        "dump_headers": flag("TINKEX_DUMP_HEADERS", environment),
+        "default_headers": mapping("TINKEX_DEFAULT_HEADERS", environment),
+        "default_query": mapping("TINKEX_DEFAULT_QUERY", environment),
+        "proxy": text("TINKEX_PROXY", environment),
+        "proxy_headers": pairs("TINKEX_PROXY_HEADERS", environment),
+        "parity_mode": choice("TINKEX_PARITY", PARITY, environment),
+        "poll_backoff": poll_backoff(environment),
+        "feature_gates": words("TINKER_FEATURE_GATES", environment),
+        "telemetry": flag("TINKER_TELEMETRY", environment),
+        "log_level": level("TINKER_LOG", environment),
+        "otel_propagate": flag("TINKEX_OTEL_PROPAGATE", environment),
+        "pool_sizes": pool_sizes(environment),
+        "http_client": http_client(environment),
+    }
+
+
+def mask_secret(value: str | None) -> str | None:
+    """What stands for a secret where it must not be seen; None stays None."""
+    return None if value is None else REDACTED
+
+
+def redact(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, such as a `snapshot`, that can be shown.
+
+    Example:
+        >>> redact({"api_key": "tml-1", "base_url": "local"})
+        {'api_key': '[REDACTED]', 'base_url': 'local'}
+    """
+    shown = dict(settings)
+    for name in ("api_key", "cf_access_client_secret", "credential_cmd"):
+        if name in shown:
+            shown[name] = mask_secret(shown[name])
+    for name in ("default_headers", "default_query"):
+        if shown.get(name):
+            shown[name] = redact_headers(dict(shown[name]))
+    if shown.get("proxy"):
+        shown["proxy"] = redact_url(str(shown["proxy"]))
+    if shown.get("proxy_headers"):
+        shown["proxy_headers"] = tuple((name, REDACTED) for name, _ in shown["proxy_headers"])
+    return shown

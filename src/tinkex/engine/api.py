@@ -1,0 +1,291 @@
+"""The seam between the server and whatever computes: about twenty synchronous methods, no HTTP, no SQL.
+
+One worker thread owns an engine and makes every call. Calls either succeed and have their whole effect, or raise and
+have none: `EngineError` with `category="user"` for what a caller did wrong, any other exception for an internal fault.
+This module imports neither torch nor the server, so that a fake, a cluster or an upstream server can stand in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+from tinkex.types.custom_losses import CreateCustomLossRequest
+from tinkex.types.inputs import Datum
+from tinkex.types.sampling import SampleRequest, SampleResponse, StopReason
+from tinkex.types.tensors import Array
+from tinkex.types.training import (
+    AdamOptimizerConfig,
+    DimuonOptimizerConfig,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimizerConfigBase,
+    OptimParams,
+)
+
+ADAMW, DIMUON = AdamOptimizerConfig(), DimuonOptimizerConfig()
+"""The optimizers there are; the first is an adapter's unless another is asked for."""
+STABLE_REINFORCE = "stable_reinforce"
+"""The name of the loss that is computed from recordings of its samples."""
+RECORDED_TOKENS = 20
+"""How many of the likeliest tokens a recording holds at each position."""
+
+
+class EngineError(Exception):
+    """An operation that cannot be done; nothing has changed."""
+
+    def __init__(self, message: str, category: Literal["user", "server"] = "user") -> None:
+        super().__init__(message)
+        self.category = category
+
+
+def check_optimizer(config: OptimizerConfigBase) -> None:
+    """Refuse an optimizer that is not here, and a version or a setting of one that is not."""
+    if not isinstance(config, AdamOptimizerConfig | DimuonOptimizerConfig):
+        known = f"{ADAMW.to_wire()} and {DIMUON.to_wire()}"
+        raise EngineError(f"optimizer {config.to_wire()} is not supported; there are {known}")
+
+
+def token_limit(request: SampleRequest, prompt: int, context: int) -> int:
+    """How many tokens a sample may have. One token beyond the window is allowed to who only wants prompt scores.
+
+    Raises:
+        EngineError: The prompt and what is asked for do not fit the window.
+    """
+    asked = request.sampling_params.max_tokens
+    if asked is None:
+        return context - prompt
+    scoring = asked == 1 and (request.prompt_logprobs or request.topk_prompt_logprobs)
+    if prompt + asked > context and not scoring:
+        raise EngineError(
+            # by these words programs know that the prompt, and nothing else, is too long
+            f"Prompt length plus max_tokens exceeds the context window: {prompt} prompt tokens + {asked} max_tokens "
+            f"> {context}; at most {max(0, context - prompt)} tokens can be sampled"
+        )
+    return asked
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A base model an engine serves."""
+
+    name: str
+    context_length: int
+    vocab_size: int
+    arch: str
+    directory: Path | None = None
+    eos_tokens: frozenset[int] = field(default_factory=frozenset)
+    digest: str = ""
+    """Tells these weights from others of the same name; empty when that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """What a saved or live adapter is."""
+
+    base_model: str
+    lora: LoraConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The distributions that a sample was drawn from: S tokens, and the K likeliest at each of them.
+
+    Attributes:
+        tokens: Its tokens `[S]`.
+        logprobs: Their log-probabilities as they are reported, temperature applied.
+        model_logprobs: Those under the model as it is, at temperature 1.
+        top_tokens: The likeliest tokens `[S, K]`, each once.
+        top_logprobs: Their log-probabilities at temperature 1.
+    """
+
+    tokens: Array
+    logprobs: Array
+    model_logprobs: Array
+    top_tokens: Array
+    top_logprobs: Array
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in memory."""
+        arrays = (self.tokens, self.logprobs, self.model_logprobs, self.top_tokens, self.top_logprobs)
+        return sum(array.nbytes for array in arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """The recording behind the sampled targets of a datum: one token for each of these positions, which ascend."""
+
+    positions: Array
+    recording: Recording
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDone:
+    """A sampling job that ended: with its samples, or with the reason it failed."""
+
+    job: str
+    result: SampleResponse | Exception
+    recordings: Sequence[Recording] = ()
+    """Of all its samples, if the request asked for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnToken:
+    """A token that a sample got: final, and the same as in the job's result."""
+
+    index: int
+    """Which of the job's samples it belongs to."""
+    token: int
+    logprob: float
+    stop_reason: StopReason | None = None
+    """Why the sample ends, when this is its last token."""
+    version: int | None = None
+    """The version of an in-flight target's weights that drew it."""
+    reused: int = 0
+    """The number of tokens of the prompt that were found in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassDone:
+    """A pass that ended: with its output, or with the reason it failed; then nothing was added."""
+
+    job: str
+    result: ForwardBackwardOutput | Exception
+
+
+Writer: TypeAlias = Callable[[Path], None]
+"""Writes something as it was when the writer was made into an existing empty directory, durably. May be called later
+and on another thread, while the engine goes on."""
+
+Listener: TypeAlias = Callable[[Sequence[DrawnToken]], object]
+"""Takes the tokens that a job got in a step; called on the thread that makes the step, and must be quick."""
+
+
+class Engine(Protocol):
+    """Computes. Adapters and snapshots are named by the server with strings of its choice."""
+
+    def models(self) -> Sequence[BaseModel]:
+        """The base models on offer."""
+
+    def create(self, adapter: str, base_model: str, lora: LoraConfig, optimizer: OptimizerConfigBase = ADAMW) -> None:
+        """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state. Its optimizer never changes."""
+
+    def drop(self, adapter: str) -> None:
+        """Forget an adapter; unknown names are ignored. Its passes fail."""
+
+    def pass_start(
+        self,
+        job: str,
+        adapter: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float | str],
+        *,
+        backward: bool = True,
+        owner: str = "",
+        recalled: Sequence[Recalled] | None = None,
+    ) -> None:
+        """Validate and admit a pass; with `backward`, the gradient of its summed loss goes to the adapter's buffer.
+
+        `recalled` has the recording behind each datum, for the loss `stable_reinforce`.
+
+        Passes advance with each `pass_step`, those of several adapters together, fairly by owner; those of one
+        adapter end in the order in which they were admitted. Its weights must not change before they have ended.
+        """
+
+    def pass_step(self) -> Sequence[PassDone]:
+        """Advance the passes by a step, which should not take much longer than a second; returns those that ended."""
+
+    def passing(self) -> bool:
+        """Whether any pass is unfinished."""
+
+    def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
+        """Take a loss that was sent as a graph; passes use it as loss `custom`, with its id in the configuration."""
+
+    def drop_losses(self, prefix: str) -> None:
+        """Forget the losses whose ids begin so."""
+
+    def drop_gradients(self, adapter: str) -> None:
+        """Clear the gradient buffer without a step."""
+
+    def optim_step(self, adapter: str, params: OptimParams) -> dict[str, float]:
+        """Apply and clear the gradient buffer; returns metrics named `name:reduction`.
+
+        The hyper-parameters must be those of the optimizer that the adapter was created with.
+        """
+
+    def writer(self, adapter: str, *, optimizer: bool) -> Writer:
+        """What writes an adapter as it is now: PEFT files, and optimizer state beside them."""
+
+    def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
+        """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are dropped."""
+
+    def snapshot(self, adapter: str, sampler: str) -> None:
+        """Freeze an adapter's present weights as a sampler."""
+
+    def sampler_writer(self, sampler: str) -> Writer:
+        """What writes a snapshot's weights as PEFT files."""
+
+    def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
+        """Make a sampler of saved weights, or of the bare base model when there is no directory."""
+
+    def point(self, target: str, sampler: str, version: int) -> None:
+        """Give an in-flight target the weights of a snapshot or a loaded sampler, as this version of its own.
+
+        Samples of the target that run draw their next token with them. They keep their keys and values; a prompt that
+        is being scored keeps its weights to its end. A version that is not above the present one changes nothing.
+        """
+
+    def drop_sampler(self, sampler: str) -> None:
+        """Forget a sampler once its jobs have ended, and the target that has its weights; unknown names are ignored."""
+
+    def sample_start(
+        self,
+        job: str,
+        sampler: str,
+        request: SampleRequest,
+        seed: int,
+        listener: Listener | None = None,
+        owner: str = "",
+        cache: str = "",
+    ) -> None:
+        """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided.
+
+        Where there is no room for all, owners take turns. `sampler` may be an in-flight target. Jobs of the same
+        `cache` share the keys and values of prompts, whichever weights made them; without one, jobs of equal weights
+        do.
+
+        A listener is told of the job's tokens as they are drawn; nothing is gathered for jobs without one.
+        """
+
+    def sample_step(self) -> Sequence[SampleDone]:
+        """Advance the jobs by one step (one token each, or one prefill) and return those that ended."""
+
+    def sample_cancel(self, job: str) -> None:
+        """Drop a job without a result; unknown names are ignored."""
+
+    def sampling(self) -> bool:
+        """Whether any job is unfinished."""
+
+
+def run_pass(
+    engine: Engine,
+    adapter: str,
+    data: Sequence[Datum],
+    loss_fn: str,
+    config: Mapping[str, float | str],
+    *,
+    backward: bool = True,
+    recalled: Sequence[Recalled] | None = None,
+) -> ForwardBackwardOutput:
+    """Run a pass to its end, on an engine that is at nothing else."""
+    engine.pass_start("the only one", adapter, data, loss_fn, config, backward=backward, recalled=recalled)
+    while engine.passing():
+        for done in engine.pass_step():
+            if isinstance(done.result, Exception):
+                raise done.result
+            return done.result
+    raise AssertionError("the pass did not end")

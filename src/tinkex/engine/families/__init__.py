@@ -1,0 +1,1 @@
+"""Model families: what a checkpoint's `config.json` means."""

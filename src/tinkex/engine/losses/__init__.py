@@ -1,0 +1,1 @@
+"""Losses: the table, graphs that were sent, and `stable_reinforce`."""

@@ -1,0 +1,289 @@
+"""The operations between matrix products: norms, rotations, gates. Each goes over memory once, forward and backward.
+
+On a CPU that takes a few operations in place, with gradients by hand; on an accelerator a kernel of `kernels.py` each.
+
+Axes: T packed tokens, D hidden, H query heads, G key/value heads, C channels of a head, N outputs of a linear layer,
+F mlp (N = 2 F).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+logger = logging.getLogger("tinkex.engine")
+
+
+@functools.cache
+def _load_kernels() -> Any:
+    try:
+        from tinkex.engine.kernels import gates
+    except ImportError:
+        logger.warning("triton is not installed: the accelerator will be slower than it could be")
+        return None
+    return gates
+
+
+def kernels_for(x: torch.Tensor) -> Any:
+    """The module of kernels, if this tensor is on an accelerator that has them."""
+    return _load_kernels() if x.is_cuda else None
+
+
+# ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm over the last axis, in the precision of its weight."""
+    if not x.requires_grad:
+        return _normed(x, weight, eps)
+    normed: torch.Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+def add_norm(
+    x: torch.Tensor, rest: torch.Tensor | None, share: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """The sum of a token's state and a share, what rounding cuts off it, and the norm of that sum before rounding.
+
+    `rest` is what was cut off before. In half precision a state is rounded at every sum, and it is what every layer
+    reads: with the rests, sums are as good as in single precision, and half of what trainer and sampler differ by goes.
+    In single precision there are none.
+    """
+    if not (x.requires_grad or share.requires_grad):
+        return _summed_normed(x, rest, share, weight, eps)
+    summed, left, normed = _AddNorm.apply(x, rest, share, weight, eps)  # type: ignore[no-untyped-call]
+    return summed, left, normed
+
+
+@torch.no_grad()
+def cut_off(
+    summed: torch.Tensor, rest: torch.Tensor | None, normed: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor | None:
+    """What rounding has cut off the norm that `add_norm` gave, in single precision; None where nothing was."""
+    if rest is None:
+        return None
+    return F.rms_norm(summed.float() + rest, weight.shape, weight.float(), eps) - normed
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if (fused := kernels_for(x)) is not None and _fits(x):
+        out: torch.Tensor = fused.norm_forward(x, weight, eps)
+        return out
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def _fits(x: torch.Tensor) -> bool:
+    """Whether the kernels take it: rows in one piece, and not too long."""
+    return x.dim() == 2 and x.is_contiguous() and x.shape[1] <= 16384
+
+
+def _summed_normed(
+    x: torch.Tensor, rest: torch.Tensor | None, share: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    if (fused := kernels_for(x)) is not None and _fits(x):
+        summed, left, normed = fused.add_norm_forward(x, rest, share, weight, eps)
+        return summed, left, normed
+    if torch.finfo(x.dtype).bits >= 32:
+        summed = x + share
+        return summed, None, _normed(summed, weight, eps)
+    wide = x.float() + share if rest is None else x.float() + rest + share
+    summed = wide.to(x.dtype)
+    left = (wide - summed).to(x.dtype)
+    return summed, left, F.rms_norm(wide, weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def _norm_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """With y = x r w and r = 1 / rms(x): dx = r (g - x r^2 mean(g x)), g = dy w."""
+    if x.dtype != weight.dtype:
+        return _norm_gradient(dy.to(weight.dtype), x.to(weight.dtype), weight, eps).to(x.dtype)
+    size = x.shape[-1]
+    mean_square = torch.linalg.vecdot(x, x)[..., None].div_(size)
+    scale = torch.rsqrt_(mean_square.add_(eps))
+    g = dy * weight
+    pull = torch.linalg.vecdot(g, x)[..., None] * scale**3 / size
+    return g.mul_(scale).addcmul_(x, pull, value=-1)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _normed(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        if (fused := kernels_for(x)) is not None and _fits(x):
+            return fused.norm_backward(None, grads[0], x, weight, ctx.eps), None, None
+        return _norm_gradient(grads[0], x, weight, ctx.eps), None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    """What comes back through the sum and through its norm is added up where it is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, rest: torch.Tensor | None, share: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> Any:
+        summed, left, normed = _summed_normed(x, rest, share, weight, eps)
+        ctx.save_for_backward(summed, weight)
+        ctx.set_materialize_grads(False)
+        if left is not None:
+            ctx.mark_non_differentiable(left)
+        ctx.eps = eps
+        return summed, left, normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        (summed, weight), (dsummed, _, dnormed) = ctx.saved_tensors, grads
+        assert dnormed is not None
+        if (fused := kernels_for(summed)) is not None and _fits(summed):
+            dx = fused.norm_backward(dsummed, dnormed, summed, weight, ctx.eps)
+        else:
+            dx = _norm_gradient(dnormed, summed, weight, ctx.eps)
+            if dsummed is not None:
+                dx.add_(dsummed)
+        return dx, None, dx, None, None
+
+
+# ── rotations ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rotate(x_THC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding: channel c turns together with channel c + C/2."""
+    if not x_THC.requires_grad:
+        return _rotated(x_THC, cos, sin)
+    rotated: torch.Tensor = _Rotate.apply(x_THC, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back: two passes over memory instead of autograd's eight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, -sin), None, None
+
+
+# ── heads: the fused projection into queries, keys and values, normed and turned ─────────────────────────────────
+
+
+def turned_heads(
+    qkv_TN: torch.Tensor,
+    sizes: tuple[int, int, int],
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    turn: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys, values `[T, heads, C]` of their fused projection; `turn` has cosines and sines `[T, 1, C/2]`."""
+    if turn is not None and (fused := kernels_for(qkv_TN)) is not None and _is_power(turn[0].shape[-1]):
+        if not qkv_TN.requires_grad:
+            q, k, v = fused.heads_forward(qkv_TN, sizes, norms, *turn, eps)
+            return q, k, v
+        q, k, v = _TurnedHeads.apply(qkv_TN, sizes, norms, turn, eps)  # type: ignore[no-untyped-call]
+        return q, k, v
+    heads, groups, _ = sizes
+    heads_THC = qkv_TN.view(qkv_TN.shape[0], sum(sizes), -1)
+    if norms is None and turn is not None:  # queries and keys turn together
+        q, k = torch.split(rotate(heads_THC[:, : heads + groups], *turn), [heads, groups], dim=1)
+        return q, k, heads_THC[:, heads + groups :]
+    q, k, v = torch.split(heads_THC, list(sizes), dim=1)
+    if norms is not None:
+        q, k = norm(q, norms[0], eps), norm(k, norms[1], eps)
+    if turn is not None:
+        q, k = rotate(q, *turn), rotate(k, *turn)
+    return q, k, v
+
+
+def _is_power(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+class _TurnedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: torch.Tensor,
+        sizes: tuple[int, int, int],
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        eps: float,
+    ) -> Any:
+        ctx.save_for_backward(qkv, *turn)
+        ctx.norms, ctx.eps = norms, eps
+        fused = kernels_for(qkv)
+        assert fused is not None
+        return fused.heads_forward(qkv, sizes, norms, *turn, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        qkv, cos, sin = ctx.saved_tensors
+        fused = kernels_for(qkv)
+        assert fused is not None
+        return fused.heads_backward(*grads, qkv, ctx.norms, cos, sin, ctx.eps), None, None, None, None
+
+
+# ── gates ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gated(gate_up_TN: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up, of the two halves of the fused projection."""
+    if not gate_up_TN.requires_grad:
+        return _gated(gate_up_TN, activation)
+    out: torch.Tensor = _Gated.apply(gate_up_TN, activation)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    if (fused := kernels_for(gate_up)) is not None:
+        out: torch.Tensor = fused.gate_forward(gate_up, activation)
+        return out
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+
+
+class _Gated(torch.autograd.Function):
+    """Keeps the fused projection alone and writes its gradient in place: no split, no concatenation."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.activation = activation
+        return _gated(gate_up, activation)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (gate_up,) = ctx.saved_tensors
+        if (fused := kernels_for(gate_up)) is not None:
+            return fused.gate_backward(grads[0], gate_up, ctx.activation), None
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        d_gate, d_up = out.chunk(2, dim=-1)
+        torch.mul(grads[0], up, out=d_gate)
+        if ctx.activation == "silu":
+            torch.ops.aten.silu.out(gate, out=d_up)
+            torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+        else:
+            torch.ops.aten.gelu.out(gate, approximate="tanh", out=d_up)
+            torch.ops.aten.gelu_backward.grad_input(d_gate, gate, approximate="tanh", grad_input=d_gate)
+        d_up.mul_(grads[0])
+        return out, None

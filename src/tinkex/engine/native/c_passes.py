@@ -1,0 +1,218 @@
+"""Prompts and decoding by `step.c`, from blocks where they lie: what `tinkex.engine.sample.passes` does by PyTorch.
+
+A position of a prompt is a row like any other, so that where a prompt is cut changes no bit. Within a block C lays keys
+and values out in panels, so nobody else may read them; blocks are copied and cleared whole.
+
+Axes: T tokens of a pass, B rows, N blocks of a row, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tinkex.engine.model.decoder import Mlp
+from tinkex.engine.native import library as c
+from tinkex.engine.native.weights import Native, PackedLora, address
+from tinkex.engine.sample.blocks import BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tinkex.engine.model.decoder import Lora
+    from tinkex.engine.sample.blocks import Pool
+    from tinkex.engine.sample.passes import Piece, Row
+    from tinkex.types.tensors import Array
+
+KEPT_ADAPTERS = 256 << 20
+"""Adapters that no row has just now are kept packed, the last ones up to so many bytes."""
+
+
+class NativeSteps:
+    """A model without experts and its cache, as C knows them, and the adapters of rows that ran last."""
+
+    def __init__(self, native: Native, pool: Pool) -> None:
+        self._native, self.config = native, native.model.config
+        self._linears = native.model.linears()
+        self._model, self._kept = _describe(native, pool)
+        self._packed: dict[int, PackedLora] = {}
+        """By the number of their weights, those used last at the end."""
+
+    def run(
+        self,
+        tokens_B: Array,
+        positions_B: Array,
+        tables_BN: Array,
+        adapters: Sequence[tuple[int, Lora, int]],
+        *,
+        hidden_BD: torch.Tensor | None = None,
+        logits_BV: torch.Tensor | None = None,
+    ) -> None:
+        """Run rows of these tokens at these positions, whose blocks are given, and fill what is given.
+
+        `adapters` has the number and the factors of weights, and for how many rows; equal ones lie side by side.
+        """
+        spans = self._spans(adapters)
+        step = c.Step(
+            rows=len(tokens_B),
+            spans=len(spans),
+            width=tables_BN.shape[1],
+            tokens=tokens_B.ctypes.data,
+            positions=positions_B.ctypes.data,
+            tables=tables_BN.ctypes.data,
+            span=spans,
+            hidden=address(hidden_BD),
+            logits=address(logits_BV),
+        )
+        if self._native.library.run_rows(self._model, step, self._native.team):
+            raise MemoryError("no memory for a step")
+
+    def _spans(self, adapters: Sequence[tuple[int, Lora, int]]) -> ctypes.Array[c.Span]:
+        spans, start = [], 0
+        for number, some in groupby(adapters, key=itemgetter(0)):
+            alike = list(some)
+            lora, stop = alike[0][1], start + sum(count for *_, count in alike)
+            if lora.factors:
+                spans.append(c.Span(start, stop, self._adapter(number, lora).factors))
+            start = stop
+        self._forget({number for number, *_ in adapters})
+        return (c.Span * len(spans))(*spans)
+
+    def _adapter(self, number: int, lora: Lora) -> PackedLora:
+        packed = self._packed.pop(number, None) or PackedLora(lora, self._linears)
+        self._packed[number] = packed
+        return packed
+
+    def forget(self, number: int) -> None:
+        """Free what is kept of an adapter."""
+        self._packed.pop(number, None)
+
+    def _forget(self, used: set[int]) -> None:
+        idle = [number for number in self._packed if number not in used]
+        left = sum(self._packed[number].bytes for number in idle)
+        for number in idle:
+            if left <= KEPT_ADAPTERS:
+                return
+            left -= self._packed.pop(number).bytes
+
+
+class NativePrefill:
+    """Prompts, whose positions are rows."""
+
+    def __init__(self, steps: NativeSteps) -> None:
+        self._steps = steps
+
+    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """As `Prompts.hidden`."""
+        counts = [piece.stop - piece.start for piece in pieces]
+        tokens = np.concatenate([piece.tokens[piece.start : piece.stop] for piece in pieces]).astype(np.int64)
+        positions = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+        tables = np.repeat(_tables([piece.blocks for piece in pieces]), counts, axis=0)
+        hidden_TD = torch.empty(len(tokens), self._steps.config.hidden)
+        adapters = [(piece.weights, piece.lora, count) for piece, count in zip(pieces, counts, strict=True)]
+        self._steps.run(tokens, positions, tables, adapters, hidden_BD=hidden_TD)
+        return hidden_TD
+
+
+class NativeDecoding:
+    """One more token of every row."""
+
+    ahead = False
+
+    def __init__(self, steps: NativeSteps, pool: Pool) -> None:
+        self._steps, self._pool = steps, pool
+        self._logits_BV = torch.empty(0, steps.config.vocab)
+
+    def join(self, row: Row, prompt: Sequence[int]) -> None:
+        """Give the row its own copy of the block in which the prompt ends."""
+        if row.length % BLOCK:
+            self._pool.copy(prompt[-1], row.blocks[len(prompt) - 1])
+
+    def leave(self, row: Row) -> None:
+        """Nothing is kept besides the blocks."""
+
+    def arrange(self, rows: list[Row]) -> list[Row]:
+        """Equal weights side by side."""
+        return sorted(rows, key=lambda row: row.weights)
+
+    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Decode one token of each row. The logits are overwritten by the next call."""
+        tokens = np.array([row.token for row in rows], np.int64)
+        positions = np.array([row.length for row in rows], np.int64)
+        adapters = [(row.weights, row.lora, 1) for row in rows]
+        if self._logits_BV.shape[0] < len(rows):
+            self._logits_BV = torch.empty(len(rows), self._logits_BV.shape[1])
+        tables = _tables([row.blocks for row in rows])
+        self._steps.run(tokens, positions, tables, adapters, logits_BV=self._logits_BV)
+        for row in rows:
+            row.length += 1
+        return self._logits_BV[: len(rows)]
+
+    def keep(self, tokens_B: torch.Tensor) -> None:
+        """Tokens are always read at once."""
+
+    def forget(self, weights: int) -> None:
+        """Free the packed copy; if it is used again it is packed again."""
+        self._steps.forget(weights)
+
+
+def _tables(blocks: Sequence[Sequence[int]]) -> Array:
+    """Lists of blocks as rows of one width."""
+    tables = np.zeros((len(blocks), max(map(len, blocks))), np.int64)
+    for row, own in zip(tables, blocks, strict=True):
+        row[: len(own)] = own
+    return tables
+
+
+def _describe(native: Native, pool: Pool) -> tuple[c.Model, object]:
+    """The model as C knows it, and what has to be kept for as long."""
+    model, config = native.model, native.model.config
+    layers = (c.Layer * config.layers)()
+    for index, (layer, rule) in enumerate(zip(model.layers, config.attention, strict=True)):
+        assert isinstance(layer.mlp, Mlp)
+        kind = config.rotary[index]
+        layers[index] = c.Layer(
+            input_norm=address(layer.input_norm_D),
+            mlp_norm=address(layer.mlp_norm_D),
+            q_norm=address(layer.q_norm_C),
+            k_norm=address(layer.k_norm_C),
+            post_attention_norm=address(layer.post_attention_norm_D),
+            post_mlp_norm=address(layer.post_mlp_norm_D),
+            qkv=native.linear(layer.qkv),
+            o=native.linear(layer.o),
+            gate_up=native.linear(layer.mlp.gate_up),
+            down=native.linear(layer.mlp.down),
+            rotary=-1 if kind is None else kind,
+            window=rule.window or 0,
+            scale=rule.scale,
+            softcap=rule.softcap or 0.0,
+        )
+    frequencies = model.frequencies.contiguous()
+    described = c.Model(
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        groups=config.kv_heads,
+        channels=config.head_dim,
+        mlp=config.mlp,
+        vocab=config.vocab,
+        gelu=config.activation != "silu",
+        blocks=pool.shape[2],
+        block=BLOCK,
+        kinds=len(frequencies),
+        eps=config.norm_eps,
+        embed_scale=config.embed_scale,
+        logit_cap=config.logit_cap or 0.0,
+        embed=address(model.embed_VD),
+        norm=address(model.norm_D),
+        frequencies=address(frequencies),
+        head=native.linear(model.head),
+        layer=layers,
+        cache=address(pool.kv),
+    )
+    return described, (layers, frequencies)

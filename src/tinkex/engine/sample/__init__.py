@@ -1,0 +1,1 @@
+"""Sampling: jobs, blocks of keys and values, and the choice of tokens."""

@@ -1,0 +1,1 @@
+"""The engine on PyTorch: base models, adapters and files."""

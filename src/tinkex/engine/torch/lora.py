@@ -1,0 +1,139 @@
+"""LoRA factors: their layout in one flat buffer, and their seeded start; `span_adapters` and `row_adapters` apply them.
+
+    y = x W^T + (32 / r) (x A^T) B^T        A [r, in] seeded, B [out, r] zero, W frozen; r is less for experts
+
+All factors of an adapter are views of one flat float32 tensor, and so are their gradients: optimizer steps, clipping
+and copies are single operations. A tensor of weights is never changed in place, only replaced; therefore a snapshot
+is a reference.
+
+Axes: T packed tokens, D inputs, N outputs, R rank (times the projections that share an input, for stacked A).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tinkex.engine.api import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tinkex.types.training import LoraConfig
+
+ALPHA = 32
+DEFAULT_SEED = 0
+MAX_RANK = 1024
+GROUPS = {
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "unembed": ("lm_head",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A frozen projection, or several of one input stacked along N; `modules` are their checkpoint names."""
+
+    name: str
+    group: str
+    weight_ND: torch.Tensor
+    bias_N: torch.Tensor | None
+    modules: Sequence[str]
+    sizes: list[int]
+    sharers: int = 1
+    """How many linear layers share the rank of an adapter: the experts of a layer, else this one alone."""
+    wide: bool = False
+    """Whether results are not rounded to half precision where the device can leave that out.
+
+    Logits are the largest numbers there are, and to round one moves a probability by percents; and what rounding does
+    to the states of a mixture sends tokens to other experts.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The factors of one linear layer: A stacked over its modules, one B for each."""
+
+    a_RD: torch.Tensor
+    b_NR: Sequence[torch.Tensor]
+    scale: float
+
+
+def trained_groups(lora: LoraConfig) -> tuple[str, ...]:
+    """The groups of modules an adapter touches."""
+    flags = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    return tuple(group for group, on in flags.items() if on)
+
+
+class Layout:
+    """Where each factor of an adapter lies in its flat buffer."""
+
+    def __init__(self, linears: Sequence[Linear], lora: LoraConfig) -> None:
+        if not 1 <= lora.rank <= MAX_RANK:
+            raise EngineError(f"LoRA rank must be between 1 and {MAX_RANK}, got {lora.rank}")
+        groups = trained_groups(lora)
+        if not groups:
+            raise EngineError("at least one of train_attn, train_mlp and train_unembed must be true")
+        self.lora = lora
+        self.linears = [linear for linear in linears if linear.group in groups]
+        self.size = sum(
+            self.rank(x) * (w.shape[1] * len(x.sizes) + w.shape[0]) for x in self.linears for w in [x.weight_ND]
+        )
+
+    def rank(self, linear: Linear) -> int:
+        """The rank of a linear layer's factors: experts divide the adapter's among them."""
+        return max(1, self.lora.rank // linear.sharers)
+
+    @property
+    def modules(self) -> list[str]:
+        """Checkpoint names of the modules touched."""
+        return [module for linear in self.linears for module in linear.modules]
+
+    def factors(self, flat: torch.Tensor) -> dict[str, Factors]:
+        """Views of a flat buffer, by the name of the linear layer."""
+        views, start = {}, 0
+
+        def take(rows: int, columns: int) -> torch.Tensor:
+            nonlocal start
+            view = flat[start : start + rows * columns].view(rows, columns)
+            start += rows * columns
+            return view
+
+        for linear in self.linears:
+            rank = self.rank(linear)
+            a_RD = take(rank * len(linear.sizes), linear.weight_ND.shape[1])
+            views[linear.name] = Factors(a_RD, [take(size, rank) for size in linear.sizes], ALPHA / rank)
+        return views
+
+    def tensors(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(`<module>.lora_A` or `<module>.lora_B`, view) for every factor."""
+        views = self.factors(flat)
+        for linear in self.linears:
+            factors = views[linear.name]
+            a_each = torch.split(factors.a_RD, self.rank(linear))
+            for module, a, b in zip(linear.modules, a_each, factors.b_NR, strict=True):
+                yield f"{module}.lora_A", a
+                yield f"{module}.lora_B", b
+
+    def initial(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Fresh weights: A uniform in ±1/sqrt(in), as peft draws it, B zero.
+
+        Each module has its own stream, so that what it starts from depends on the seed and its name alone.
+        """
+        seed = DEFAULT_SEED if self.lora.seed is None else self.lora.seed
+        flat = torch.zeros(self.size, dtype=torch.float32)
+        for name, view in self.tensors(flat):
+            if name.endswith("lora_A"):
+                bound = 1 / math.sqrt(view.shape[1])
+                view.uniform_(-bound, bound, generator=_stream(seed, name))
+        return flat.to(device=device, dtype=dtype)
+
+
+def _stream(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,0 +1,358 @@
+"""Files: base checkpoints in Hugging Face layout, adapters in PEFT layout, optimizer state beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from tinkex.engine.api import EngineError, Writer
+from tinkex.engine.families.model_config import DecoderConfig, ExpertsConfig, inverse_frequencies
+from tinkex.engine.json_files import read_object, shown
+from tinkex.engine.model.attention import widened
+from tinkex.engine.model.decoder import Decoder, Layer, Mlp
+from tinkex.engine.model.experts import Experts
+from tinkex.engine.torch.device_copies import mark, to_host_beside
+from tinkex.engine.torch.lora import ALPHA, GROUPS, MAX_RANK, Layout, Linear
+from tinkex.types.training import LoraConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tinkex.engine.train.optim import State
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+PREFIX = "base_model.model."
+
+
+class _Tensors:
+    """The tensors of a checkpoint, single or sharded, read one by one from memory-mapped files."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        paths = sorted(directory.glob("model*.safetensors"))
+        if not paths:
+            raise EngineError(f"{directory} has no model*.safetensors; only safetensors checkpoints are read")
+        self._directory = directory
+        self._where: dict[str, Any] = {}
+        for path in paths:
+            try:
+                opened = stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise EngineError(f"{path} cannot be read: {error}") from None
+            self._where |= dict.fromkeys(opened.keys(), opened)
+        self._check_index()
+        self._unread = {name for name in self._where if not name.endswith("rotary_emb.inv_freq")}
+
+    def _check_index(self) -> None:
+        index = self._directory / "model.safetensors.index.json"
+        named = read_object(index).get("weight_map") if index.exists() else {}
+        if not isinstance(named, dict):
+            raise EngineError(f"{index} has no weight_map")
+        if lost := named.keys() - self._where.keys():
+            raise EngineError(f"{self._directory} lacks the shards of {len(lost)} tensors, such as {min(lost)}")
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor, which must have this shape."""
+        if name not in self._where:
+            raise EngineError(f"{self._directory} has no tensor {name}, which its config.json calls for")
+        self._unread.discard(name)
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise EngineError(f"{self._directory}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        return tensor
+
+    def differ(self, one: str, other: str) -> bool:
+        """Whether both tensors are there, in the same shape, and are not the same."""
+        if one not in self._where or other not in self._where:
+            return False
+        first, second = (self._where[name].get_tensor(name) for name in (one, other))
+        return first.shape == second.shape and not torch.equal(first, second)
+
+    def finish(self, ignored: Iterable[str]) -> None:
+        """Every tensor must have been read: one left over means another architecture."""
+        if left := self._unread - set(ignored):
+            raise EngineError(
+                f"{self._directory} has {len(left)} tensors the decoder has no place for, such as {min(left)}"
+            )
+
+
+def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Read a base model."""
+    config = DecoderConfig.read(directory)
+    with ExitStack() as stack:
+        tensors = _Tensors(directory, stack)
+        if config.tied and tensors.differ("lm_head.weight", "model.embed_tokens.weight"):
+            config = replace(config, tied=False)  # as transformers 5 has it: a head of its own is there to be used
+        decoder = assemble(config, tensors, dtype, device)
+        tensors.finish(["lm_head.weight"] if config.tied else [])
+    return decoder
+
+
+class Tensors(Protocol):
+    """Where the weights of a model come from."""
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor, which must have this shape."""
+
+
+def assemble(config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Put a decoder together from its tensors."""
+    source = _Source(config, tensors, dtype, device)
+    layers = [source.layer(index) for index in range(config.layers)]
+    embed = source.get("model.embed_tokens.weight", config.vocab, config.hidden)
+    head = embed if config.tied else source.get("lm_head.weight", config.vocab, config.hidden)
+    return Decoder(
+        config=config,
+        embed_VD=embed,
+        layers=layers,
+        norm_D=source.norm("model.norm", config.hidden),
+        head=Linear("lm_head", "unembed", head, None, ["lm_head"], [config.vocab], wide=True),
+        frequencies=inverse_frequencies(config).to(device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The parts of a decoder, read from a checkpoint's tensors."""
+
+    config: DecoderConfig
+    tensors: Tensors
+    dtype: torch.dtype
+    device: torch.device
+
+    def get(self, name: str, *shape: int) -> torch.Tensor:
+        return self.tensors.read(name, shape).to(device=self.device, dtype=self.dtype)
+
+    def norm(self, module: str, size: int) -> torch.Tensor:
+        """The weight of a norm. One that is kept less one would lose bits where 16 are all: it stays in float32."""
+        if not self.config.centred_norms:
+            return self.get(f"{module}.weight", size)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return self.tensors.read(f"{module}.weight", (size,)).to(device=self.device, dtype=wide) + 1
+
+    def linear(
+        self, prefix: str, name: str, group: str, inputs: int, bias: bool, *, wide: bool = False, **outputs: int
+    ) -> Linear:
+        """Projections of one input, stacked."""
+        modules, sizes = [prefix + module for module in outputs], list(outputs.values())
+        parts = [self.get(f"{module}.weight", size, inputs) for module, size in zip(modules, sizes, strict=True)]
+        biases = [self.get(f"{module}.bias", size) for module, size in zip(modules, sizes, strict=True) if bias]
+        bias_N = torch.cat(biases) if bias else None
+        return Linear(prefix + name, group, torch.cat(parts), bias_N, modules, sizes, wide=wide)
+
+    def layer(self, index: int) -> Layer:
+        config, prefix = self.config, f"model.layers.{index}."
+        hidden, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+        attn = prefix + "self_attn."
+        is_mixture = config.experts is not None
+        # With norms after attention and mlp, the one that is called "post attention" elsewhere has this other name.
+        before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+        return Layer(
+            input_norm_D=self.norm(prefix + "input_layernorm", hidden),
+            qkv=self.linear(attn, "qkv", "attn", hidden, config.qkv_bias, q_proj=query, k_proj=key, v_proj=key),
+            o=self.linear(attn, "o", "attn", query, config.o_bias, wide=is_mixture, o_proj=hidden),
+            mlp_norm_D=self.norm(prefix + before_mlp, hidden),
+            mlp=self.feed_forward(index, prefix + "mlp."),
+            q_norm_C=self.norm(attn + "q_norm", config.head_dim) if config.qk_norm else None,
+            k_norm_C=self.norm(attn + "k_norm", config.head_dim) if config.qk_norm else None,
+            post_attention_norm_D=self.norm(prefix + "post_attention_layernorm", hidden) if config.post_norms else None,
+            post_mlp_norm_D=self.norm(prefix + "post_feedforward_layernorm", hidden) if config.post_norms else None,
+        )
+
+    def feed_forward(self, index: int, prefix: str) -> Mlp | Experts:
+        config, hidden, size = self.config, self.config.hidden, self.config.mlp
+        if config.experts is not None and index in config.experts.layers:
+            return self.experts(config.experts, prefix)
+        return Mlp(
+            gate_up=self.linear(prefix, "gate_up", "mlp", hidden, config.mlp_bias, gate_proj=size, up_proj=size),
+            down=self.linear(prefix, "down", "mlp", size, config.mlp_bias, down_proj=hidden),
+            activation=config.activation,
+        )
+
+    def experts(self, about: ExpertsConfig, prefix: str) -> Experts:
+        """The experts of a layer: each a view of two tensors that hold them all."""
+        hidden, size = self.config.hidden, about.mlp
+        gate_up_END = torch.empty(about.count, 2 * size, hidden, dtype=self.dtype, device=self.device)
+        down_END = torch.empty(about.count, hidden, size, dtype=self.dtype, device=self.device)
+
+        def expert(number: int) -> Mlp:
+            own = f"{prefix}experts.{number}."
+            gate, up, down = (f"{own}{name}_proj" for name in ("gate", "up", "down"))
+            gate_up_ND, down_ND = gate_up_END[number], down_END[number]
+            gate_up_ND[:size] = self.tensors.read(f"{gate}.weight", (size, hidden))
+            gate_up_ND[size:] = self.tensors.read(f"{up}.weight", (size, hidden))
+            down_ND[:] = self.tensors.read(f"{down}.weight", (hidden, size))
+            return Mlp(
+                Linear(own + "gate_up", "mlp", gate_up_ND, None, [gate, up], [size, size], about.count),
+                Linear(own + "down", "mlp", down_ND, None, [down], [hidden], about.count, wide=True),
+                self.config.activation,
+            )
+
+        return Experts(
+            router_ED=widened(self.get(prefix + "gate.weight", about.count, hidden)),
+            each=[expert(number) for number in range(about.count)],
+            chosen=about.chosen,
+            normed=about.normed,
+        )
+
+
+def adapter_writer(base_model: str, layout: Layout, weights: torch.Tensor, state: State | None = None) -> Writer:
+    """What writes PEFT files, and an optimizer's state beside them. None of it is ever changed, so it can wait."""
+    ready = mark(weights.device)
+
+    def named(flat: torch.Tensor, prefix: str) -> dict[str, torch.Tensor]:
+        views = layout.tensors(to_host_beside(flat, ready))
+        # copies, since what shares memory is refused; numpy's, since PyTorch would start threads for this one
+        copies = ((name, np.array(view.numpy(), np.float32)) for name, view in views)
+        return {f"{prefix}{name}.weight": torch.from_numpy(copy) for name, copy in copies}
+
+    def write(directory: Path) -> None:
+        config = _peft_config(base_model, layout)
+        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(named(weights, PREFIX), directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+        if state is not None:
+            moments: dict[str, torch.Tensor] = {}
+            for name in state.MOMENTS:
+                moments |= named(getattr(state, name), f"{name}.")
+            about = {"format": "pt", "optimizer": state.KIND, "step": str(state.step)}
+            save_file(moments, directory / OPTIMIZER, metadata=about)
+            names.append(OPTIMIZER)
+        for path in [*(directory / name for name in names), directory]:
+            _sync(path)
+
+    return write
+
+
+def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": layout.lora.rank,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({module.rsplit(".", 1)[-1] for module in layout.modules}),
+        "rank_pattern": _rank_pattern(layout),
+        "modules_to_save": None,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_dora": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+
+
+def _rank_pattern(layout: Layout) -> dict[str, int]:
+    """The rank of experts, where it is not the adapter's: for peft where they are modules, and where they are fused."""
+    ranks = {layout.rank(linear) for linear in layout.linears if linear.sharers > 1}
+    patterns = {}
+    for rank in ranks:
+        patterns[r"mlp\.experts\.\d+\.(gate|up)_proj"] = rank
+        patterns[r"mlp\.experts\.(\d+\.)?down_proj"] = rank
+        patterns[r"mlp\.experts\.gate_up_proj"] = 2 * rank
+    return patterns
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_lora_config(directory: Path) -> LoraConfig:
+    """The shape of a saved adapter; what this engine would compute differently is refused."""
+    path = directory / ADAPTER_CONFIG
+    try:
+        fields = read_object(path)
+    except FileNotFoundError:
+        raise EngineError(f"{directory} has no {ADAPTER_CONFIG}: not a PEFT adapter") from None
+    for name, expected in {
+        "lora_alpha": ALPHA,
+        "alpha_pattern": {},
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+    }.items():
+        if fields.get(name, expected) != expected:
+            raise EngineError(f"{path}: {name} is {shown(fields[name])}; only {expected!r} is supported")
+    rank, targets = fields.get("r"), fields.get("target_modules") or []
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+        raise EngineError(f"{path}: r must be a whole number between 1 and {MAX_RANK}, got {shown(rank)}")
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise EngineError(f"{path}: target_modules must be a list of names, got {shown(targets)}")
+    modules = set(targets)
+    groups = {group for group, members in GROUPS.items() if modules & set(members)}
+    missing = {name for group in groups for name in GROUPS[group]} ^ modules
+    if missing or not groups:
+        raise EngineError(f"{path}: target_modules {sorted(modules)} are not whole groups of {GROUPS}")
+    flags = {f"train_{group}": group in groups for group in GROUPS}
+    return LoraConfig(rank=rank, **flags)
+
+
+def load_adapter(directory: Path, layout: Layout, like: State, *, optimizer: bool) -> State:
+    """Read a saved adapter for a layout, and its optimizer state; what differs is an error."""
+    weights = load_factors(directory, layout, like.weights)
+    if not optimizer:
+        return type(like).fresh(weights)
+    prefixes = [f"{name}." for name in like.MOMENTS]
+    moments, about = _read_flat(directory / OPTIMIZER, layout, like.weights, prefixes, like.KIND)
+    return type(like).saved(weights, moments, int(about["step"]))
+
+
+def load_factors(directory: Path, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+    """Read the weights of a saved adapter for a layout; what differs is an error."""
+    saved = read_lora_config(directory)
+    for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
+        ours, theirs = getattr(layout.lora, name), getattr(saved, name)
+        if ours != theirs:
+            raise EngineError(f"the adapter saved in {directory} has {name} {theirs}, this one has {ours}")
+    weights, _ = _read_flat(directory / ADAPTER_WEIGHTS, layout, like, [PREFIX])
+    return weights[0]
+
+
+def _read_flat(
+    path: Path, layout: Layout, like: torch.Tensor, prefixes: list[str], optimizer: str | None = None
+) -> tuple[list[torch.Tensor], dict[str, str]]:
+    """Flat buffers, one per prefix, from a file that holds exactly these tensors."""
+    if not path.exists():
+        raise EngineError(f"{path.parent} has no {path.name}")
+    flats = [torch.empty(layout.size, dtype=like.dtype) for _ in prefixes]
+    views = {name: view for p, flat in zip(prefixes, flats, strict=True) for name, view in _views(layout, flat, p)}
+    try:
+        with safe_open(path, framework="pt") as opened:
+            metadata = dict(opened.metadata() or {})
+            if metadata.get("optimizer") != optimizer:
+                raise EngineError(
+                    f"{path} holds the state of optimizer {metadata.get('optimizer')}, this run's is {optimizer}: "
+                    "load the weights alone, or create the run with the other optimizer"
+                )
+            if differing := views.keys() ^ set(opened.keys()):
+                raise EngineError(f"{path} does not fit: {min(differing)} is on one side only")
+            for name, view in views.items():
+                tensor = opened.get_tensor(name)
+                if tensor.shape != view.shape:
+                    raise EngineError(f"{path}: {name} has shape {list(tensor.shape)}, expected {list(view.shape)}")
+                view.copy_(tensor)
+    except SafetensorError as error:
+        raise EngineError(f"{path} cannot be read: {error}") from None
+    if not all(bool(torch.isfinite(flat).all()) for flat in flats):
+        raise EngineError(f"{path} holds NaN or infinity")
+    return [flat.to(like.device) for flat in flats], metadata
+
+
+def _views(layout: Layout, flat: torch.Tensor, prefix: str) -> Iterable[tuple[str, torch.Tensor]]:
+    return ((f"{prefix}{name}.weight", view) for name, view in layout.tensors(flat))

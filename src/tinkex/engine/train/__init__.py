@@ -1,0 +1,1 @@
+"""Training passes, their losses' gradients, and optimizers."""

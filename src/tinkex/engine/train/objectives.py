@@ -1,0 +1,232 @@
+"""What a pass minimises: a loss of the table, or one that was sent as a graph.
+
+Both read the data they need, and give the values of the loss together with its gradient by the log-probabilities. What
+goes wrong there names its datum, and is known before the model's own gradient is begun.
+
+Axes: M targets of a micro-batch, L values of a loss: one per target, or one per datum where the loss is a graph.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tinkex.engine.api import STABLE_REINFORCE, EngineError, Recalled
+from tinkex.engine.losses.graph_loss import Allowance, CompiledLoss
+from tinkex.engine.losses.stable_reinforce import DEFAULTS, StableReinforce, read_settings
+from tinkex.engine.losses.table import (
+    CUSTOM,
+    SEQUENCE,
+    STEP_WORK,
+    TARGETS,
+    Evaluated,
+    Examples,
+    Loss,
+    Room,
+    check_shape,
+    fill_settings,
+    find_loss,
+    present,
+    read_examples,
+    read_targets,
+)
+from tinkex.engine.torch.device_copies import to_device
+from tinkex.types.inputs import Datum
+from tinkex.types.tensors import Array
+
+LOOKED_AT = 4
+"""Data whose work is estimated, of different sizes; the others are between them."""
+
+
+class Objective(Protocol):
+    """What a pass minimises."""
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether the values are reported beside the log-probabilities."""
+
+    def read(self, data: Sequence[Datum], room: Room) -> Examples:
+        """Check data before anything is computed."""
+
+    def sizes(self, examples: Examples) -> Sequence[int]:
+        """How many values each datum has."""
+
+    def evaluate(
+        self, logprobs_M: torch.Tensor, examples: Examples, indices: Sequence[int], *, backward: bool
+    ) -> Evaluated:
+        """The loss of the chosen data, and its gradient if there is to be one."""
+
+
+def find_objective(
+    name: str,
+    config: Mapping[str, float | str],
+    losses: Mapping[str, CompiledLoss],
+    recalled: Sequence[Recalled] | None = None,
+) -> Objective:
+    """Return the named loss: of the table, sent before, or one with recordings."""
+    if name == STABLE_REINFORCE:
+        settings = read_settings(fill_settings(name, DEFAULTS, config))
+        if recalled is None:
+            raise EngineError(f"loss {name!r} is computed from recordings of its samples, and there are none")
+        return StableReinforce(settings, recalled)
+    if name != CUSTOM:
+        return TableLoss(*find_loss(name, config))
+    loss_id = config.get("loss_id")
+    if not isinstance(loss_id, str) or len(config) > 1:
+        raise EngineError(f"loss {CUSTOM!r} takes one setting, 'loss_id': the text that create_custom_loss gave")
+    if loss_id not in losses:
+        raise EngineError(f"there is no custom loss {loss_id!r}: create it, and again after a restart of the server")
+    return GraphLoss(losses[loss_id])
+
+
+@dataclass(frozen=True, slots=True)
+class TableLoss:
+    """A loss of the table with its settings."""
+
+    loss: Loss
+    settings: Mapping[str, float]
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether the values are reported beside the log-probabilities."""
+        return self.loss.elementwise
+
+    def read(self, data: Sequence[Datum], room: Room) -> Examples:
+        """Check data before anything is computed."""
+        return read_examples(data, self.loss, self.settings, room)
+
+    def sizes(self, examples: Examples) -> Sequence[int]:
+        """One value for each target."""
+        return [targets.size for targets in examples.targets]
+
+    def evaluate(
+        self, logprobs_M: torch.Tensor, examples: Examples, indices: Sequence[int], *, backward: bool
+    ) -> Evaluated:
+        """The loss of the chosen data, and its gradient if there is to be one."""
+
+        def put(arrays: Sequence[Array], dtype: torch.dtype) -> torch.Tensor:
+            flat = np.concatenate([array.reshape(-1) for array in arrays])
+            return to_device(flat, logprobs_M.device, dtype)
+
+        inputs = {key: put([v[i] for i in indices], logprobs_M.dtype) for key, v in examples.inputs.items()}
+        inputs[SEQUENCE] = put([np.full(examples.targets[i].size, n) for n, i in enumerate(indices)], torch.int64)
+        leaf_M = logprobs_M.detach().requires_grad_(backward)
+        losses_M = self.loss.function(leaf_M, inputs, self.settings)
+        return Evaluated(losses_M, torch.autograd.grad(losses_M.sum(), leaf_M)[0] if backward else None)
+
+
+@dataclass(slots=True)
+class GraphLoss:
+    """A loss that was sent as a graph: it takes one datum at a time, with inputs of their own shapes and dtypes.
+
+    All data of a pass share one allowance of work and time. A datum that is computed again replaces what it used.
+    """
+
+    compiled: CompiledLoss
+    elementwise: bool = False
+    _allowance: Allowance = field(init=False)
+    _used: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """By datum, the work and the seconds that it took."""
+
+    def read(self, data: Sequence[Datum], room: Room) -> Examples:
+        """Check data before anything is computed; inputs that the loss does not take are ignored."""
+        ranks = dict(self.compiled.input_ranks)
+        rank = ranks.pop("logprobs")
+        tokens, targets = read_targets(data, 2, room)
+        for index, array in enumerate(targets):
+            self._check_rank(index, TARGETS, list(array.shape), rank)
+        inputs = {
+            name: [self._input(index, datum, name, axes) for index, datum in enumerate(data)]
+            for name, axes in ranks.items()
+        }
+        sizes = [[array.size, *(each[index].size for each in inputs.values())] for index, array in enumerate(targets)]
+        self._allowance = self.compiled.allowance(sum(map(sum, sizes)))
+        shapes = [
+            {"logprobs": array.shape} | {name: arrays[index].shape for name, arrays in inputs.items()}
+            for index, array in enumerate(targets)
+        ]
+        return Examples(tokens, targets, inputs, work=self._work(shapes))
+
+    def _work(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> list[int]:
+        """Estimate the work of each datum: as much as that of the next larger one that was looked at."""
+        keys = [tuple(tuple(shape) for shape in each.values()) for each in shapes]
+        distinct = sorted(set(keys), key=lambda key: (sum(map(math.prod, key)), key))
+        looked_at = sorted({round(place * (len(distinct) - 1) / (LOOKED_AT - 1)) for place in range(LOOKED_AT)})
+        places = {key: place for place, key in enumerate(distinct)}
+        works = []
+        for place in looked_at:
+            work = self.compiled.work(dict(zip(shapes[0], distinct[place], strict=True)))
+            works.append(STEP_WORK // 8 if work is None else work)
+        return [works[bisect.bisect_left(looked_at, places[key])] for key in keys]
+
+    def _input(self, index: int, datum: Datum, name: str, rank: int) -> Array:
+        tensor = present(index, datum, name)
+        shape = [tensor.values.size] if tensor.shape is None else tensor.shape
+        if rank == 0 and shape == [1]:  # protobuf has no other way to write a single number
+            return tensor.to_numpy().reshape(())
+        self._check_rank(index, name, shape, rank)
+        if rank > 0:
+            check_shape(index, name, tensor, datum.model_input.length)
+        return tensor.to_numpy()
+
+    def _check_rank(self, index: int, name: str, shape: Sequence[int], rank: int) -> None:
+        if len(shape) != rank:
+            raise EngineError(
+                f"datum {index}: {name!r} has shape {list(shape)}, custom loss {self.compiled.name!r} takes rank {rank}"
+            )
+
+    def sizes(self, examples: Examples) -> Sequence[int]:
+        """One value for each datum."""
+        return [1] * len(examples.targets)
+
+    def evaluate(
+        self, logprobs_M: torch.Tensor, examples: Examples, indices: Sequence[int], *, backward: bool
+    ) -> Evaluated:
+        """The loss of the chosen data, and its gradient if there is to be one."""
+        losses, grads = [], []
+        metrics: dict[str, list[float]] = {name: [] for name in self.compiled.metrics}
+        parts = torch.split(logprobs_M.detach(), [examples.targets[index].size for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            leaf = part.view(examples.targets[index].shape).requires_grad_(backward)
+            inputs = {name: torch.tensor(arrays[index]) for name, arrays in examples.inputs.items()}
+            loss, told, grad = self._evaluate(index, leaf, inputs, backward=backward)
+            losses.append(loss)
+            for name, value in told.items():
+                metrics[name].append(float(value))
+            if grad is not None:
+                grads.append(grad)
+        losses_L = torch.stack([loss.to(logprobs_M.dtype) for loss in losses])
+        return Evaluated(losses_L, torch.cat(grads) if backward else None, metrics)
+
+    def _evaluate(
+        self, index: int, leaf: torch.Tensor, inputs: Mapping[str, torch.Tensor], *, backward: bool
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]:
+        """The loss of a datum, its metrics and its gradient, all within the allowance of the pass."""
+        work, seconds = self._used.pop(index, (0.0, 0.0))
+        self._allowance.work += work
+        self._allowance.seconds += seconds
+        before, began = replace(self._allowance), time.monotonic()
+        try:
+            loss, told = self.compiled(leaf, inputs, self._allowance)
+            grad = self._gradient(loss, leaf) if backward else None
+            self._allowance.spend_time(began)
+        except EngineError as error:
+            raise EngineError(f"datum {index}: {error}") from error
+        used = self._allowance
+        self._used[index] = (before.work - used.work, before.seconds - used.seconds)
+        return loss.detach(), told, grad
+
+    def _gradient(self, loss: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        try:
+            (grad,) = torch.autograd.grad(loss, leaf)
+        except RuntimeError as error:  # an operation without a derivative
+            text = str(error).partition("\n")[0][:300]
+            raise EngineError(f"custom loss {self.compiled.name!r} has no gradient: {text}") from error
+        return grad.reshape(-1)

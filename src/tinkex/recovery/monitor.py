@@ -1,0 +1,452 @@
+"""Runs that the server calls corrupted are noticed and made anew from a checkpoint, for those who ask for it.
+
+A `Monitor` looks at runs now and then and hands those that are lost to an `Executor`, which makes new clients of their
+checkpoints, so many at once and so many times. Nothing happens unless both were started with a policy that is enabled.
+What happens is told on the bus (`tinkex.events`, RECOVERY_…). For a loop that only wants to go on, `tinkex.resilient`
+is the shorter way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tinkex import events
+from tinkex.client.futures.loop_thread import in_own_thread, runtime
+from tinkex.client.rest import RestClient
+from tinkex.client.service import ServiceClient
+from tinkex.client.training_client import TrainingClient
+from tinkex.errors import TinkerError
+from tinkex.recovery.policies import METRIC_PREFIX, RecoveryError, RecoveryPolicy
+from tinkex.recovery.policies import metrics_metadata as metrics_metadata
+from tinkex.types.checkpoints import Checkpoint, TrainingRun
+
+logger = logging.getLogger("tinkex")
+
+Sleep: TypeAlias = Callable[[float], Awaitable[object]]
+
+
+def rest_client_of(service: ServiceClient) -> RestClient:
+    """What looks runs up over a service's own connections."""
+    return RestClient(service.holder)
+
+
+# ── the monitor ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class _Watched:
+    service: ServiceClient
+    rest: RestClient
+    metadata: dict[str, Any]
+
+
+class Monitor:
+    """Looks at training runs every `poll_interval_ms`, and hands those that are corrupted to an executor.
+
+    A run that was handed over is no longer watched: watch the recovered client's run instead, if you like.
+
+    Args:
+        executor: What takes runs up again.
+        policy: How; the `recovery` of the service's Config by default.
+        rest_client_fun: Makes the client that looks runs up, from the service.
+        sleep: Waits for so many seconds.
+
+    Example:
+        >>> monitor = Monitor(Executor(), RecoveryPolicy(enabled=True, poll_interval_ms=1000))
+        >>> monitor.monitor_run(client.model_id, service, {"training_client": client})
+        >>> monitor.run_ids
+        ['...:train:0']
+        >>> monitor.stop_monitoring(client.model_id)
+    """
+
+    def __init__(
+        self,
+        executor: Executor | None,
+        policy: RecoveryPolicy | Mapping[str, Any] | None = None,
+        *,
+        rest_client_fun: Callable[[ServiceClient], RestClient] = rest_client_of,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._executor = executor
+        self._policy = None if policy is None else RecoveryPolicy.of(policy)
+        self._rest_client_of = rest_client_fun
+        self._sleep = sleep
+        self._runs: dict[str, _Watched] = {}
+        self._lock = threading.Lock()
+        self._armed = False
+
+    @property
+    def run_ids(self) -> list[str]:
+        """The runs that are watched."""
+        with self._lock:
+            return list(self._runs)
+
+    def monitor_run(self, run_id: str, service: ServiceClient, metadata: Mapping[str, Any] | None = None) -> None:
+        """Watch a run; one that is watched already is watched by these words from now on.
+
+        Args:
+            run_id: The run.
+            service: Makes the new client.
+            metadata: Goes into every event; `training_client` is the client that `on_recovery` is told as the old one.
+
+        Raises:
+            RecoveryError: The policy is not enabled, or there is no executor.
+
+        Example:
+            >>> monitor = Monitor(Executor(), RecoveryPolicy(enabled=True, poll_interval_ms=1000))
+            >>> monitor.monitor_run(client.model_id, service, {"training_client": client})
+            >>> monitor.stop_monitoring(client.model_id)
+        """
+        policy = self._policy_for(service)
+        if not policy.enabled:
+            raise RecoveryError("recovery is not enabled by its policy", "recovery_disabled")
+        if self._executor is None:
+            raise RecoveryError("there is no executor that could take a run up again", "no_executor")
+        facts = dict(metadata) if isinstance(metadata, Mapping) else {}
+        watched = _Watched(service, self._rest_client_of(service), facts)
+        with self._lock:
+            self._runs[run_id] = watched
+            if self._armed:
+                return
+            self._armed = True
+        runtime().call(lambda: runtime().task(self._watch(policy.poll_interval_ms / 1000)))
+
+    def stop_monitoring(self, run_id: str) -> None:
+        """Watch a run no longer; one that is not watched is no matter.
+
+        Args:
+            run_id: The run.
+
+        Example:
+            >>> monitor = Monitor(Executor(), RecoveryPolicy(enabled=True))
+            >>> monitor.stop_monitoring(client.model_id)
+            >>> monitor.run_ids
+            []
+        """
+        with self._lock:
+            self._runs.pop(run_id, None)
+
+    def _policy_for(self, service: ServiceClient) -> RecoveryPolicy:
+        return RecoveryPolicy.of(service.holder.config.recovery) if self._policy is None else self._policy
+
+    async def _watch(self, interval: float) -> None:
+        while True:
+            await self._sleep(interval)
+            for run_id, watched in list(self._runs.items()):
+                await self._look(run_id, watched)
+            with self._lock:
+                if not self._runs:
+                    self._armed = False
+                    return
+
+    async def _look(self, run_id: str, watched: _Watched) -> None:
+        try:
+            run = await watched.rest.get_training_run(run_id)
+        except Exception as error:  # whatever it is, the next look may get through
+            logger.debug("run %s could not be looked at: %s", run_id, error)
+            events.emit(events.RECOVERY_POLL_ERROR, {}, {**watched.metadata, "run_id": run_id, "error": error})
+            return
+        if not run.corrupted or self._runs.get(run_id) is not watched:
+            return
+        facts = {**watched.metadata, "run_id": run_id, "checkpoint": run.last_checkpoint}
+        events.emit(events.RECOVERY_DETECTED, {}, facts)
+        assert self._executor is not None
+        try:
+            self._executor.recover(
+                run_id,
+                watched.service,
+                self._policy_for(watched.service),
+                metadata=watched.metadata,
+                last_checkpoint=run.last_checkpoint,
+                run=run,
+                rest=watched.rest,
+            )
+        except RecoveryError as refused:  # the next look tries again
+            logger.debug("run %s was not taken up: %s", run_id, refused)
+            return
+        with self._lock:
+            if self._runs.get(run_id) is watched:
+                del self._runs[run_id]
+
+
+# ── the executor ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class _Job:
+    run_id: str
+    service: ServiceClient
+    policy: RecoveryPolicy
+    metadata: dict[str, Any]
+    last_checkpoint: Checkpoint | Mapping[str, Any] | str | None
+    run: TrainingRun | None
+    rest: RestClient
+    attempt: int = 0
+
+    def tell(self, name: str, **facts: Any) -> None:
+        said = {**self.metadata, "run_id": self.run_id, "attempt": self.attempt, "strategy": self.policy.strategy_name}
+        events.emit(name, {"attempt": self.attempt}, {**said, **facts})
+
+
+@dataclass(slots=True)
+class _Line:
+    """Who waits and who runs; on the loop only, but for `pending`."""
+
+    waiting: deque[_Job] = field(default_factory=deque)
+    running: int = 0
+
+
+class Executor:
+    """Makes new clients of runs that were lost: first come, first served, so many at a time.
+
+    Args:
+        max_concurrent: How many attempts may run at once.
+        sleep: Waits for so many seconds between attempts.
+
+    Example:
+        >>> executor = Executor(max_concurrent=2)
+        >>> executor.pending
+        []
+    """
+
+    def __init__(self, max_concurrent: int = 1, *, sleep: Sleep = asyncio.sleep) -> None:
+        self._most = max(1, max_concurrent)
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._pending: set[str] = set()
+        self._line = _Line()
+
+    @property
+    def pending(self) -> list[str]:
+        """The runs that are queued, under way or waiting for another attempt."""
+        with self._lock:
+            return sorted(self._pending)
+
+    def recover(
+        self,
+        run_id: str,
+        service: ServiceClient,
+        policy: RecoveryPolicy | Mapping[str, Any],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        last_checkpoint: Checkpoint | Mapping[str, Any] | str | None = None,
+        run: TrainingRun | None = None,
+        rest: RestClient | None = None,
+    ) -> None:
+        """Take a run up again, in the background; the policy's callbacks and the events say how that went.
+
+        Args:
+            run_id: The run that was lost.
+            service: Makes the new client; its session is opened anew if that was lost as well.
+            policy: How often to try, and from which checkpoint.
+            metadata: Goes into every event; `training_client` is the client that `on_recovery` is told as the old one.
+            last_checkpoint: The latest checkpoint, if it is known.
+            run: What is known of the run; its last checkpoint is used when no other is given.
+            rest: Looks checkpoints up; a client of the service's by default.
+
+        Raises:
+            RecoveryError: The policy is not enabled, or the run is being taken up already.
+
+        Example:
+            >>> recovered = Future()
+            >>> policy = RecoveryPolicy(enabled=True, on_recovery=lambda old, new, path: recovered.set_result(new))
+            >>> Executor().recover(client.model_id, service, policy, last_checkpoint=path)
+            >>> recovered.result(timeout=60)
+            TrainingClient('...:train:1')
+        """
+        chosen = RecoveryPolicy.of(policy)
+        if not chosen.enabled:
+            raise RecoveryError("recovery is not enabled by its policy", "recovery_disabled")
+        facts = dict(metadata) if isinstance(metadata, Mapping) else {}
+        with self._lock:
+            if run_id in self._pending:
+                raise RecoveryError(f"run {run_id} is being taken up already", "already_pending")
+            self._pending.add(run_id)
+        job = _Job(run_id, service, chosen, facts, last_checkpoint, run, rest or rest_client_of(service))
+        runtime().call(self._enter, job)
+
+    def _enter(self, job: _Job) -> None:
+        self._line.waiting.append(job)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._line.waiting and self._line.running < self._most:
+            self._line.running += 1
+            runtime().task(self._attempt(self._line.waiting.popleft()))
+
+    async def _attempt(self, job: _Job) -> None:
+        job.attempt += 1
+        job.tell(events.RECOVERY_STARTED)
+        error: Exception | None = None
+        try:
+            checkpoint, client = await self._restore(job)
+        except Exception as failure:
+            error = failure
+        self._line.running -= 1
+        self._fill()  # others go on while this one waits
+        if error is None:
+            job.tell(events.RECOVERY_COMPLETED, client=client, checkpoint=checkpoint)
+            self._forget(job)
+            old = job.metadata.get("training_client")
+            await told(job.policy.on_recovery, old, client, checkpoint)
+            return
+        job.tell(events.RECOVERY_FAILED, error=error)
+        if job.attempt >= job.policy.max_attempts:
+            job.tell(events.RECOVERY_EXHAUSTED, error=error)
+            self._forget(job)
+            await told(job.policy.on_failure, job.run_id, error)
+            return
+        await self._sleep(job.policy.backoff(job.attempt))
+        self._enter(job)
+
+    def _forget(self, job: _Job) -> None:
+        with self._lock:
+            self._pending.discard(job.run_id)
+
+    async def _restore(self, job: _Job) -> tuple[str, TrainingClient]:
+        checkpoint = await select_checkpoint(job.policy, job.run_id, job.rest, job.last_checkpoint, job.run)
+        job.tell(events.RECOVERY_CHECKPOINT_SELECTED, checkpoint=checkpoint)
+        session = job.service.holder
+        if session.session_id and await session.is_lost():
+            await session.renew(session.session_id)
+        if job.policy.restore_optimizer:
+            client = await job.service.create_training_client_from_state_with_optimizer(checkpoint)
+        else:
+            client = await job.service.create_training_client_from_state(checkpoint)
+        job.tell(events.RECOVERY_CLIENT_CREATED, client=client, checkpoint=checkpoint)
+        return checkpoint, client
+
+
+async def told(callback: Callable[..., object] | None, *facts: Any) -> None:
+    """Call a user's function in a thread of its own; what it raises is logged, and nothing else."""
+    if callback is None:
+        return
+    try:
+        await in_own_thread(callback, *facts)
+    except Exception:
+        logger.warning("a callback of the recovery failed", exc_info=True)
+
+
+# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def select_checkpoint(
+    policy: RecoveryPolicy,
+    run_id: str,
+    rest: RestClient,
+    last_checkpoint: Checkpoint | Mapping[str, Any] | str | None = None,
+    run: TrainingRun | None = None,
+) -> str:
+    """The path of the checkpoint that a policy goes on from.
+
+    Args:
+        policy: Latest, best, or one by its path.
+        run_id: The run that was lost.
+        rest: Looks checkpoints up.
+        last_checkpoint: The last one, where it is known already.
+        run: The run's record, where it is known already.
+
+    Returns:
+        The path.
+
+    Raises:
+        RecoveryError: There is none.
+
+    Example:
+        >>> import asyncio
+        >>> saved = client.save_state("step-100").result()
+        >>> asyncio.run(select_checkpoint(RecoveryPolicy(), client.model_id, rest))
+        'tinker://.../weights/step-100'
+    """
+    if isinstance(policy.checkpoint_strategy, tuple):
+        return policy.checkpoint_strategy[1]
+    if policy.checkpoint_strategy == "best":
+        return best_checkpoint(await _checkpoints(run_id, rest), policy, run_id)
+    known = last_checkpoint if last_checkpoint is not None else getattr(run, "last_checkpoint", None)
+    if known is None and run is None:
+        known = (await rest.get_training_run(run_id)).last_checkpoint
+    path = _path_of(known)
+    if path is None:
+        raise RecoveryError(
+            f"run {run_id} has no checkpoint to go on from", "missing_checkpoint", hint="call save_state now and then"
+        )
+    return path
+
+
+async def _checkpoints(run_id: str, rest: RestClient) -> list[Checkpoint]:
+    try:
+        return (await rest.list_checkpoints(run_id)).checkpoints
+    except TinkerError as error:
+        raise RecoveryError(
+            f"the checkpoints of run {run_id} cannot be listed: {error.message}", "missing_checkpoint"
+        ) from error
+
+
+def best_checkpoint(checkpoints: list[Checkpoint], policy: RecoveryPolicy, run_id: str = "") -> str:
+    """The path of the training checkpoint with the best metric; of two equals the later one.
+
+    Args:
+        checkpoints: What there is.
+        policy: Which metric counts, and whether less is better.
+        run_id: Whose checkpoints they are, for the error.
+
+    Returns:
+        The path.
+
+    Raises:
+        RecoveryError: None of them has that metric.
+
+    Example:
+        >>> for step, loss in enumerate([0.5, 0.2, 0.3]):
+        ...     saved = client.save_state(f"step-{step}", user_metadata=metrics_metadata(loss=loss)).result()
+        >>> best_checkpoint(rest.list_checkpoints(client.model_id).result().checkpoints, RecoveryPolicy())
+        'tinker://.../weights/step-1'
+    """
+    sign = 1 if policy.metric_mode == "max" else -1
+    scored = [
+        (sign * value, checkpoint.time.timestamp(), checkpoint.tinker_path)
+        for checkpoint in checkpoints
+        if checkpoint.checkpoint_type == "training" and not math.isnan(value := metric_of(checkpoint, policy.metric))
+    ]
+    if not scored:
+        raise RecoveryError(
+            f"no checkpoint of run {run_id} was saved with the metric {policy.metric!r}",
+            "missing_checkpoint",
+            hint=f"save_state(name, user_metadata=metrics_metadata({policy.metric}=…))",
+        )
+    return max(scored)[2]
+
+
+def metric_of(checkpoint: Checkpoint, name: str) -> float:
+    """A metric that was saved with a checkpoint; NaN when there is none.
+
+    Args:
+        checkpoint: The checkpoint.
+        name: The metric.
+
+    Returns:
+        The number, or NaN.
+
+    Example:
+        >>> saved = client.save_state("step-100", user_metadata=metrics_metadata(loss=0.25)).result()
+        >>> metric_of(rest.list_checkpoints(client.model_id).result().checkpoints[0], "loss")
+        0.25
+    """
+    try:
+        return float((checkpoint.user_metadata or {})[f"{METRIC_PREFIX}{name}"])
+    except (KeyError, ValueError):
+        return math.nan
+
+
+def _path_of(checkpoint: Checkpoint | Mapping[str, Any] | str | None) -> str | None:
+    if isinstance(checkpoint, Mapping):
+        checkpoint = checkpoint.get("tinker_path") or checkpoint.get("path")
+    path = checkpoint.tinker_path if isinstance(checkpoint, Checkpoint) else checkpoint
+    return path or None

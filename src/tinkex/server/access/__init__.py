@@ -1,0 +1,1 @@
+"""Access control: keys, owners, limits of bodies and connections."""

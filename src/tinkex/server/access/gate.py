@@ -1,0 +1,149 @@
+"""What is looked at before any handler: whose the things are that a request names, and whether there is room for it.
+
+The checks are here, over the fields that requests share, and not in the handlers: a new handler cannot forget them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tinkex.server.access.ownership import is_own
+from tinkex.server.routes.handlers import require_session
+from tinkex.server.routes.usage import lengths
+from tinkex.server.runs.admission import UNKNOWN, failed_receipt, spend
+from tinkex.server.state import Call, Refusal, State
+from tinkex.types.sampling import SampleRequest
+from tinkex.types.training import UntypedAPIFuture
+from tinkex.wire.protocol import Operation
+
+NOUNS = {
+    "session_id": "session",
+    "model_id": "model",
+    "sampling_session_id": "sampling session",
+    "sampler_id": "sampler",
+    "request_id": "request",
+    "training_run_id": "training run",
+}
+"""The fields that name something with an owner, and what each names."""
+SHOWN_TO_OTHERS = {"get_training_run", "list_checkpoints", "get_checkpoint_archive", "get_external_weights_urls"}
+"""Operations on a run that may be another's, because a checkpoint of it is published."""
+JUDGED_BY_HANDLERS = SHOWN_TO_OTHERS | {
+    "delete_checkpoint",
+    "publish_checkpoint",
+    "unpublish_checkpoint",
+    "set_checkpoint_ttl",
+    "cancel_future",
+}
+"""Operations whose handlers check the owner, so that they answer alike for what is another's and what is not there."""
+PASSES = ("forward_backward", "forward")
+UNLIMITED = {"unload_model"}
+"""What makes room is never refused for want of it."""
+
+
+async def check_ownership(state: State, op: Operation, call: Call) -> None:
+    """Answer 404, as if it were not there, to whoever names a thing of another owner."""
+    for field, name in _named(op, call):
+        if not await is_own(state, call.owner, field, name):
+            raise Refusal(404, f"there is no {NOUNS[field]} {name!r}")
+
+
+def _named(op: Operation, call: Call) -> list[tuple[str, str]]:
+    target = getattr(call.request, "target", None)
+    places: list[Any] = [*([call.request] if call.request is not None else []), *([target] if target else [])]
+    named = [(field, getattr(place, field, None)) for place in places for field in NOUNS]
+    named += [(field, name) for field, name in call.path.items() if field in NOUNS]
+    if op.name in JUDGED_BY_HANDLERS:
+        named = [(field, name) for field, name in named if field not in ("training_run_id", "request_id")]
+    return [(field, name) for field, name in named if isinstance(name, str)]
+
+
+def check_room(state: State, op: Operation, call: Call) -> str | None:
+    """Why there is no room for a request; None when there is. Refuses what may be asked again at once, later."""
+    if op.traffic not in ("train", "sample") or op.name in UNLIMITED or op.name == "cancel_future":
+        return None
+    state.refuse_if_dead()
+    if state.is_draining:
+        raise Refusal(503, "this server is shutting down", headers={"Retry-After": "1"})
+    limits = state.limits
+    if (longest := _longest(call.request)) > limits.sequence_tokens:
+        return f"a sequence has {longest} tokens; the limit sequence_tokens of this server is {limits.sequence_tokens}"
+    if state.meter.open_of(call.owner) >= limits.open_requests:
+        why = f"{limits.open_requests} requests are open, which is the limit open_requests of this server"
+        if op.traffic == "sample":
+            paused = {"queue_state": "paused_capacity", "queue_state_reason": why}
+            raise Refusal(429, why, headers={"Retry-After": "1"}, fields=paused)
+        return why
+    check_held(state.meter.held[call.owner] + call.size, call.size, limits.held_bytes)
+    unread, expected = state.meter.unread[call.owner], state.meter.expected[call.owner]
+    if op.traffic == "sample" and unread + expected >= limits.unread_bytes:
+        coming = f" and those of open requests may take {expected} more" if expected else ""
+        why = _unread(unread, coming, limits.unread_bytes)
+        paused = {"queue_state": "paused_capacity", "queue_state_reason": why}
+        raise Refusal(429, why, headers={"Retry-After": "1"}, fields=paused)
+    if unread >= limits.unread_bytes:
+        return _unread(unread, "", limits.unread_bytes)
+    if op.name in PASSES and (held := _journalled(state, call.request.model_id)) >= limits.journal_bytes:
+        return (
+            f"the requests of this run since its last state take {held} bytes on disk, and the limit journal_bytes of "
+            f"this server is {limits.journal_bytes}; take an optimizer step, or load a state"
+        )
+    if op.name == "create_model" or (op.name == "load_weights" and call.request.model_id is None):
+        live = sum(live.run.owner == call.owner for live in state.runs.values())
+        if live + state.meter.creating[call.owner] >= limits.adapters:
+            return (
+                f"{limits.adapters} training runs are loaded, which is the limit adapters of this server; "
+                "unload one, or finish its session"
+            )
+    return None
+
+
+def check_held(held: int, size: int, limit: int) -> None:
+    """Have a request sent again later if it and the others of its owner take too much memory; one alone may."""
+    if held > limit and held > size:
+        raise Refusal(
+            429,
+            f"{held - size} bytes of other requests arrive or have not ended, and the limit held_bytes of this server "
+            f"is {limit}; send this one again later",
+            headers={"Retry-After": "1"},
+        )
+
+
+def _journalled(state: State, model_id: str) -> int:
+    return state.journal(state.run_directory(model_id)).held_bytes if model_id in state.runs else 0
+
+
+def _unread(unread: int, coming: str, limit: int) -> str:
+    return (
+        f"{unread} bytes of results wait to be read{coming}, and the limit unread_bytes of this server is {limit}; "
+        "read results before you ask for more"
+    )
+
+
+def _longest(request: Any) -> int:
+    if isinstance(request, SampleRequest):
+        try:
+            return int(request.prompt.length)
+        except ValueError:
+            return 0
+    return max(lengths(request), default=0)
+
+
+async def fail_in_band(state: State, op: Operation, call: Call, why: str) -> UntypedAPIFuture:
+    """Refuse a request that there is no room for: with a future that fails, for its number is spent all the same."""
+    request = call.request
+    model_id = getattr(request, "model_id", None)
+    if model_id is not None:
+        spent = Call(None, {}, call.digest, op="", body=why.encode(), owner=call.owner)
+        return await spend(state, spent, model_id, getattr(request, "seq_id", None))
+    if getattr(request, "session_id", None) is None or getattr(request, "model_seq_id", None) is None:
+        raise Refusal(400, why)
+    await require_session(state, request.session_id)
+    model_id = f"{request.session_id}:train:{request.model_seq_id}"
+    request_id = f"{model_id}:0"
+    await state.revived(model_id)
+    known = state.promises.get(request_id)
+    if known is None:  # nothing has come of it, so nothing need be on disk
+        state.promises.add(request_id, call.digest, request.session_id).fail(why)
+    elif known.digest not in (call.digest, UNKNOWN):
+        request_id = failed_receipt(state, request_id, request.session_id, call)
+    return UntypedAPIFuture(request_id=request_id, model_id=model_id)

@@ -1,0 +1,198 @@
+"""A check of the database's write-ahead log: a flipped bit in it is found before SQLite opens it.
+
+Each frame of the log has a checksum over all before it. SQLite ends the log at the first one that
+is wrong and says nothing, because a power loss leaves the same. A small file beside the log
+therefore records how many frames were flushed: fewer valid ones than that are damage. The record
+itself is not flushed; it can only be older than the log. Changes that were not flushed, such as
+counters, are not in it: a power loss may take them back, and damage to them shows like one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sqlite3
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+import numpy as np
+
+from tinkex.server.files.data_dir import DataDirError
+from tinkex.types.tensors import Array
+
+HEADER, FRAME = struct.Struct(">8I"), struct.Struct(">6I")
+MAGIC = 0x377F0682
+"""The log's first bytes; the last bit tells the order of the bytes in its checksums."""
+RECORD = struct.Struct("<8sII")
+"""The salts of the log, the frames of it that were flushed, a checksum of these."""
+MASK = 0xFFFFFFFF
+Sums: TypeAlias = tuple[int, int]
+
+
+def log_of(database: Path) -> Path:
+    """Return the write-ahead log of a database."""
+    return database.with_name(f"{database.name}-wal")
+
+
+def record_of(database: Path) -> Path:
+    """Return the file that records what was flushed of it."""
+    return database.with_name(f"{database.name}-flushed")
+
+
+class _Log:
+    """A write-ahead log as its header describes it."""
+
+    def __init__(self, file: FileIO, header: bytes) -> None:
+        magic, _, self._page, _, *_, one, two = HEADER.unpack(header)
+        self._order, self._file, self.salts = ">u4" if magic & 1 else "<u4", file, header[16:24]
+        self.sums: Sums = (one, two)
+        known = magic & ~1 == MAGIC and 512 <= self._page <= 65536 and not self._page & (self._page - 1)
+        self.is_valid = known and self._after((0, 0), header[:24]) == self.sums
+
+    def commits(self, frames: int = 0, sums: Sums | None = None) -> Iterator[tuple[int, Sums]]:
+        """Yield the valid commits behind a number of frames, each with the frames up to it and their sums."""
+        found = self.sums if sums is None else sums
+        self._file.seek(HEADER.size + frames * (FRAME.size + self._page))
+        while True:
+            data = _read(self._file, FRAME.size + self._page)
+            if len(data) < FRAME.size + self._page or data[8:16] != self.salts:
+                return
+            _, size, _, _, one, two = FRAME.unpack_from(data)
+            found = self._after(found, data[:8] + data[FRAME.size :])
+            if found != (one, two):
+                return
+            frames += 1
+            if size:
+                yield frames, found
+
+    def _after(self, sums: Sums, data: bytes) -> Sums:
+        words = np.frombuffer(data, self._order).astype(np.uint32)
+        first, second, old = _weights(len(words))
+        (a, b), (c, d) = old
+        one = a * sums[0] + b * sums[1] + int((first * words).sum(dtype=np.uint32))
+        two = c * sums[0] + d * sums[1] + int((second * words).sum(dtype=np.uint32))
+        return one & MASK, two & MASK
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(words: int) -> tuple[Array, Array, tuple[Sums, Sums]]:
+    """Return what each word, and each sum before them, adds to the two sums after them.
+
+    A pair (x, y) makes of the sums (s, t): s + t + x, and t + y + that.
+    """
+    first, second = np.zeros(words, np.uint32), np.zeros(words, np.uint32)
+    a, b, c, d = 1, 0, 0, 1
+    for at in range(words - 2, -1, -2):
+        first[at], first[at + 1] = (a + b) & MASK, b
+        second[at], second[at + 1] = (c + d) & MASK, d
+        a, b, c, d = (a + b) & MASK, (a + 2 * b) & MASK, (c + d) & MASK, (c + 2 * d) & MASK
+    return first, second, ((a, b), (c, d))
+
+
+def _read(file: FileIO, size: int) -> bytes:
+    return file.read(size) or b""
+
+
+def check(database: Path) -> None:
+    """Refuse a log that has lost something that was flushed.
+
+    Raises:
+        DataDirError: It is damaged.
+    """
+    log = log_of(database)
+    header = None
+    while log.exists():  # again when another process has begun it again meanwhile
+        with FileIO(log) as file:
+            before, header = header, _read(file, HEADER.size)
+            if len(header) < HEADER.size or not any(header):
+                return
+            found = _Log(file, header)
+            flushed = _recorded(record_of(database), found.salts)
+            valid = max((frames for frames, _ in found.commits()), default=0) if found.is_valid and flushed else 0
+            if found.is_valid and valid >= flushed:
+                return
+        if header == before:
+            what = f"{valid} of {flushed} frames are valid" if found.is_valid else "its header has a wrong checksum"
+            raise DataDirError(f"{log.name} is damaged ({what}); restore the directory from a backup")
+
+
+def _recorded(path: Path, salts: bytes) -> int:
+    """Return how many frames were flushed of the log with these salts, as far as that is known."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    if len(data) != RECORD.size:
+        return 0
+    of, frames, checksum = RECORD.unpack(data)
+    return int(frames) if of == salts and checksum == zlib.crc32(data[:-4]) else 0
+
+
+class RecordingLock:
+    """The lock of a database's connection; each flushed change leaves a record of it."""
+
+    def __init__(self, database: Path) -> None:
+        self._lock, self._database = threading.Lock(), database
+        self._db: sqlite3.Connection | None = None
+        self._noted = 0
+        self._log: FileIO | None = None
+        self._record: FileIO | None = None
+        self._salts, self._frames, self._sums = b"", 0, (0, 0)
+
+    def watch(self, db: sqlite3.Connection) -> None:
+        """Record what is flushed through a connection."""
+        self._db, self._noted = db, db.total_changes
+
+    def skip(self) -> None:
+        """Leave the changes until now to the next record: they were not flushed. Under the lock."""
+        if self._db is not None:
+            self._noted = self._db.total_changes
+
+    def close(self) -> None:
+        """Let go of the files. Under the lock, before the connection is closed."""
+        self._db = None
+        for file in (self._log, self._record):
+            if file is not None:
+                file.close()
+        self._log = self._record = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._db is not None and self._db.total_changes != self._noted:
+                if error is None:
+                    with contextlib.suppress(OSError):  # a full disk: the check knows less
+                        self._note()
+                self.skip()
+        finally:
+            self._lock.release()
+
+    def _note(self) -> None:
+        """Record the last commit in the log, which has just been flushed."""
+        if self._log is None:
+            self._log = FileIO(log_of(self._database))
+        if self._record is None:
+            path = record_of(self._database)
+            self._record = FileIO(path, "r+" if path.exists() else "x+")
+        self._log.seek(0)
+        header = _read(self._log, HEADER.size)
+        if len(header) < HEADER.size:
+            return
+        log = _Log(self._log, header)
+        if log.salts != self._salts:
+            self._salts, self._frames, self._sums = log.salts, 0, log.sums
+        for commit in log.commits(self._frames, self._sums):
+            self._frames, self._sums = commit
+        data = RECORD.pack(self._salts, self._frames, 0)[:-4]
+        self._record.seek(0)
+        self._record.write(data + zlib.crc32(data).to_bytes(4, "little"))

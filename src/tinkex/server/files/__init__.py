@@ -1,0 +1,1 @@
+"""Files of the data directory: checkpoints, uploads, digests."""

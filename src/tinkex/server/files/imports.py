@@ -1,0 +1,378 @@
+"""Adapters from elsewhere: PEFT files become a training checkpoint that computes the same function.
+
+Our factors are scaled by 32 / rank; another scale goes into B. A module that the adapter leaves alone, but whose group
+we train as a whole, gets a fresh pair: B is zero, so that it adds nothing, and A is not, so that it can learn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from tinkex.engine.api import EngineError
+from tinkex.engine.json_files import parse_object
+from tinkex.server.database.store import LOCAL_OWNER, Run, SavedCheckpoint, Store
+from tinkex.server.files.checkpoint_files import Wanted, put_files
+from tinkex.types.tensors import Array
+from tinkex.types.training import LoraConfig
+
+# The engine's conventions; it cannot be asked here, for it imports torch. A test holds them together.
+ALPHA = 32
+MAX_RANK = 1024
+MOST_ALPHA = 1e30
+GROUPS = {
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "unembed": ("lm_head",),
+}
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+KNOWN = {module: group for group, modules in GROUPS.items() for module in modules}
+PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva"),  # other beginnings change the base model as well
+}
+"""What a setting must be, where an adapter has it."""
+READ = {"r", "lora_alpha", "use_rslora", "base_model_name_or_path", "target_modules", "exclude_modules"}
+IDLE = {
+    "auto_mapping",
+    "ensure_weight_tying",
+    "eva_config",
+    "inference_mode",
+    "layers_pattern",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "task_type",
+}
+"""Settings that change nothing in what is computed; any that is neither this nor read may."""
+Progress: TypeAlias = Callable[[int, int], object]
+PIECE = 1 << 23
+"""Bytes that are read or written at a time."""
+FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An adapter that is to be imported."""
+
+    directory: Path
+    rank: int
+    scale: float
+    targets: list[str] | None
+    """Names (or ends of names) of the modules it was made for; None when its files alone tell."""
+    base_model: str | None
+
+
+def import_adapter(
+    store: Store,
+    directory: Path,
+    base_model: str | None,
+    base_directory: Path,
+    name: str = "imported",
+    *,
+    owner: str = LOCAL_OWNER,
+    progress: Progress | None = None,
+) -> SavedCheckpoint:
+    """Make a training checkpoint of a PEFT adapter, under a run of its own.
+
+    Args:
+        store: The data directory's, whether or not a server runs on it.
+        directory: Where `adapter_config.json` and `adapter_model.safetensors` are.
+        base_model: The name that the server has for the base model; the adapter's own by default.
+        base_directory: The base model's files, whose shapes the adapter must fit.
+        name: The checkpoint's name.
+        owner: Whose it will be.
+        progress: Is told how many bytes have been read and written, and how many there are to be.
+
+    Raises:
+        EngineError: It is not an adapter that can be trained on here; nothing has changed.
+    """
+    base_model = base_model or read_source(directory).base_model
+    if base_model is None:
+        raise EngineError(f"{directory / CONFIG} names no base model: say which one it is for")
+    adapter = read_adapter(directory, base_directory, progress)
+    lora, run_id = adapter.shape(), str(uuid.uuid4())
+    run = Run(f"{run_id}:train:0", run_id, base_model, lora, {"type": "adamw"}, {}, owner)
+    write = adapter.writer(base_model, lora)
+    saved = put_files(store, store.root / "checkpoints", run, Wanted("weights", name), write)
+    store.add_run(run)
+    return saved
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that was read: it fits its base model, and holds numbers only."""
+
+    source: Source
+    factors: Mapping[str, tuple[Array, Array]]
+    """A and B by module, B scaled for us."""
+    shapes: Mapping[str, tuple[int, int]]
+    told: _Told
+
+    def shape(self) -> LoraConfig:
+        """The least that holds it."""
+        groups = {KNOWN[_last(module)] for module in self.factors}
+        return LoraConfig(rank=self.source.rank, **{f"train_{group}": group in groups for group in GROUPS})
+
+    def writer(self, base_model: str, lora: LoraConfig) -> Callable[[Path], None]:
+        """Write it in our form; modules of the shape that it leaves alone get fresh factors."""
+        trained = [module for module in self.shapes if _trains(lora, module)]
+
+        def write(target: Path) -> None:
+            factors = {module: self.factors.get(module) for module in trained}
+            _write(target, base_model, self.source, factors, self.shapes, self.told)
+
+        return write
+
+
+def read_adapter(directory: Path, base_directory: Path, progress: Progress | None = None) -> Adapter:
+    """Read PEFT files.
+
+    Raises:
+        EngineError: They are no adapter that can be trained on here.
+    """
+    source, shapes, told = read_source(directory), module_shapes(base_directory), _Told(progress)
+    return Adapter(source, _read_factors(source, shapes, told), shapes, told)
+
+
+def most_bytes(base_directory: Path, lora: LoraConfig) -> int:
+    """The most that the weights of an adapter of a shape can take as a file."""
+    sizes = [sum(sizes) for module, sizes in module_shapes(base_directory).items() if _trains(lora, module)]
+    return sum(8 * lora.rank * size + 1024 for size in sizes) + (1 << 20)
+
+
+def _trains(lora: LoraConfig, module: str) -> bool:
+    return bool(getattr(lora, f"train_{KNOWN[_last(module)]}"))
+
+
+def read_source(directory: Path) -> Source:
+    """What an adapter says of itself; refuses what could not be the same function here."""
+    path = directory / CONFIG
+    try:
+        fields = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise EngineError(f"{directory} has no {CONFIG}: not a PEFT adapter") from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError as well
+        raise EngineError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise EngineError(f"{path} is not a PEFT configuration: expected an object")
+    for name, value in fields.items():
+        if name in PLAIN and value is not None and value not in PLAIN[name]:
+            raise EngineError(f"{path}: {name} is {value!r}; only {PLAIN[name][0]!r} can be imported")
+        if value and name not in PLAIN and name not in READ | IDLE:
+            raise EngineError(f"{path}: {name} is {value!r}; adapters that have it cannot be imported")
+    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+        raise EngineError(f"{path}: r must be a whole number between 1 and {MAX_RANK}, got {rank!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < MOST_ALPHA:
+        raise EngineError(f"{path}: lora_alpha must be a positive number, got {alpha!r}")
+    scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+    targets = None if fields.get("exclude_modules") else fields.get("target_modules")
+    return Source(
+        directory=directory,
+        rank=rank,
+        scale=scale,
+        targets=[str(target) for target in targets] if isinstance(targets, list) else None,
+        base_model=fields.get("base_model_name_or_path"),
+    )
+
+
+def module_shapes(directory: Path) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the modules of a base model that adapters can be for, from the heads of its files."""
+    shapes: dict[str, tuple[int, int]] = {}
+    paths = sorted(directory.glob("model*.safetensors"))
+    for path in paths:
+        for name, about in _header(path).items():
+            module = name.removesuffix(".weight")
+            if name == "model.embed_tokens.weight":
+                shapes.setdefault("lm_head", (about["shape"][0], about["shape"][1]))  # they may be one and the same
+            if name.endswith(".weight") and _last(module) in KNOWN:
+                shapes[module] = (about["shape"][0], about["shape"][1])
+    if not shapes:
+        raise EngineError(f"{directory} is not a base model with layers that can be trained here")
+    return shapes
+
+
+def _header(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = parse_object(file.read(min(size, 100_000_000)), path)
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error}") from None
+    header.pop("__metadata__", None)
+    return header
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+class _Told:
+    """How far an import is: reading counts as much as the file has, writing as much as the checkpoint will have."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._done = self._read = self._write = 0
+
+    def expect(self, *, read: int | None = None, write: int | None = None) -> None:
+        """How much there is to read, or to write, as far as is known."""
+        self._read, self._write = read or self._read, write or self._write
+
+    def add(self, count: int) -> None:
+        """So many bytes more."""
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._read + self._write)
+
+
+def _read_factors(source: Source, shapes: Mapping[str, tuple[int, int]], told: _Told) -> dict[str, tuple[Array, Array]]:
+    """(A, B) by module, B scaled for us; every tensor of the file must be one of them, of the right shape."""
+    path = source.directory / WEIGHTS
+    tensors = _read_tensors(path, told)
+    sides: dict[str, dict[str, Array]] = {}
+    for key, tensor in sorted(tensors.items()):
+        module, _, side = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        if _last(module) == "unembed_tokens":  # what the hosted service calls it
+            module = "lm_head"
+        if _last(key.removesuffix(".weight").removesuffix(".base_layer")) in ("embed_tokens", "lm_head"):
+            raise EngineError(
+                f"{path}: {key} is the base model's own, which stays as it is here; "
+                "save the adapter with save_embedding_layers=False"
+            )
+        if not key.startswith(PREFIX) or not key.endswith(".weight") or side not in ("lora_A", "lora_B"):
+            raise EngineError(f"{path}: {key} is not a LoRA factor; other kinds of adapters cannot be imported")
+        if module not in shapes:
+            known = ", ".join(KNOWN)
+            raise EngineError(f"{path}: {key} is of a module that cannot be trained here; those that can are {known}")
+        outputs, inputs = shapes[module]
+        expected = (source.rank, inputs) if side == "lora_A" else (outputs, source.rank)
+        if tensor.shape != expected:
+            raise EngineError(f"{path}: {key} has shape {list(tensor.shape)}, the base model wants {list(expected)}")
+        if not np.isfinite(tensor).all():
+            raise EngineError(f"{path}: {key} holds NaN or infinity")
+        sides.setdefault(module, {})[side] = tensor
+    lost = [module for module, pair in sides.items() if len(pair) != 2]
+    lost += [module for module in shapes if module not in sides and _is_target(module, source.targets)]
+    if lost or not sides:
+        raise EngineError(f"{path} lacks factors of {min(lost, default='any module')}")
+    factor = source.scale / (ALPHA / source.rank)
+    return {module: (pair["lora_A"], _scaled(pair["lora_B"], factor)) for module, pair in sides.items()}
+
+
+def _is_target(module: str, targets: list[str] | None) -> bool:
+    """Whether an adapter was made for a module, by PEFT's own rule: a whole name, or the end of one."""
+    return any(module == target or module.endswith(f".{target}") for target in targets or ())
+
+
+def _scaled(b: Array, factor: float) -> Array:
+    scaled: Array = (b.astype(np.float64) * factor).astype(np.float32)
+    if not np.isfinite(scaled).all():
+        raise EngineError(f"factors grow beyond what a float holds when scaled by {factor:g}")
+    return scaled
+
+
+def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
+    """All tensors of a file as float32."""
+    from safetensors import SafetensorError, deserialize
+
+    if not path.exists():
+        if pickles := sorted(file.name for file in path.parent.glob("*.bin")):
+            raise EngineError(
+                f"{path.parent} has its weights in {pickles[0]}, a pickle, which can run any code when it is read: "
+                "save it again as safetensors where you trust it"
+            )
+        raise EngineError(f"{path.parent} has no {WEIGHTS}")
+    told.expect(read=path.stat().st_size, write=path.stat().st_size)
+    try:
+        found = deserialize(_read(path, told))  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise EngineError(f"{path} cannot be read: {error}") from None
+    tensors = {}
+    for name, about in found:
+        if about["dtype"] not in FLOATS:
+            raise EngineError(f"{path}: {name} is {about['dtype']}; expected one of {', '.join(FLOATS)}")
+        raw = np.frombuffer(about["data"], FLOATS[about["dtype"]])
+        if about["dtype"] == "BF16":  # the upper half of a float
+            raw = (raw.astype("<u4") << 16).view("<f4")
+        tensors[name] = raw.astype(np.float32).reshape(about["shape"])
+    return tensors
+
+
+def _read(path: Path, told: _Told) -> bytes:
+    """A whole file, of which there is one copy in memory, for as long as the caller wants it."""
+    whole = io.BytesIO()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            whole.write(piece)
+            told.add(len(piece))
+    return whole.getvalue()
+
+
+def _write(
+    target: Path,
+    base_model: str,
+    source: Source,
+    factors: Mapping[str, tuple[Array, Array] | None],
+    shapes: Mapping[str, tuple[int, int]],
+    told: _Told,
+) -> None:
+    tensors = {}
+    for module, pair in factors.items():
+        a, b = pair or _fresh(module, source.rank, *shapes[module])
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a)
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b)
+    told.expect(write=sum(tensor.nbytes for tensor in tensors.values()))
+    _write_tensors(tensors, target / WEIGHTS, told)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": source.rank,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({_last(module) for module in factors}),
+        "inference_mode": True,
+    }
+    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_tensors(tensors: Mapping[str, Array], path: Path, told: _Told) -> None:
+    """Write float32 tensors as a safetensors file, piece by piece: the library tells nothing before the end."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            data = tensor.astype("<f4", copy=False).data.cast("B")
+            for start in range(0, len(data), PIECE):
+                file.write(data[start : start + PIECE])
+                told.add(len(data[start : start + PIECE]))
+
+
+def _fresh(module: str, rank: int, outputs: int, inputs: int) -> tuple[Array, Array]:
+    """Factors that add nothing yet: A uniform in ±1/sqrt(in), the same for a name each time, and B zero."""
+    seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "little")
+    bound = 1 / math.sqrt(inputs)
+    a = np.random.default_rng(seed).uniform(-bound, bound, (rank, inputs)).astype(np.float32)
+    return a, np.zeros((outputs, rank), dtype=np.float32)

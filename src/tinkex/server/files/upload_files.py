@@ -1,0 +1,77 @@
+"""Uploads on disk: what was asked for, and the files that have come."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkex.server.files.data_dir import make_directory, write_durably
+from tinkex.types.external_weights import ExternalWeightsUploadStartRequest
+from tinkex.types.record import from_json, to_json
+
+ID = re.compile("[0-9a-f]{32}")
+ABOUT = "upload.json"
+COMING = ".coming"
+"""The end of the name of a file that has not come whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An upload that has begun."""
+
+    id: str
+    directory: Path
+    owner: str
+    expires: float
+    sizes: dict[str, int]
+    """The files, and how large each may be."""
+    request: ExternalWeightsUploadStartRequest
+
+    def write(self) -> None:
+        """Put it on record."""
+        make_directory(self.directory)
+        about = {"owner": self.owner, "expires": self.expires, "sizes": self.sizes}
+        text = {**about, "request": json.loads(to_json(self.request))}
+        write_durably(self.directory / ABOUT, json.dumps(text).encode())
+
+    def missing(self) -> list[str]:
+        """The files that have not come."""
+        return [name for name in self.sizes if not (self.directory / name).exists()]
+
+    def clear(self) -> None:
+        """Delete the files that have come."""
+        for name in self.sizes:
+            (self.directory / name).unlink(missing_ok=True)
+
+
+def find_upload(root: Path, upload_id: str) -> Upload | None:
+    """An upload that has begun and has not expired."""
+    if not ID.fullmatch(upload_id):
+        return None
+    directory = root / upload_id
+    try:
+        about = json.loads((directory / ABOUT).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if about["expires"] <= time.time():
+        return None
+    request = from_json(ExternalWeightsUploadStartRequest, json.dumps(about["request"]).encode())
+    return Upload(upload_id, directory, about["owner"], about["expires"], about["sizes"], request)
+
+
+def unfinished(root: Path, owner: str) -> int:
+    """Return the number of an owner's open uploads."""
+    found = [find_upload(root, path.name) for path in root.glob("*")]
+    return sum(one is not None and one.owner == owner and not (one.directory / "done").exists() for one in found)
+
+
+def sweep_uploads(root: Path) -> None:
+    """Delete the uploads that have expired, and what a crash left of their beginning."""
+    for path in root.glob("*"):
+        old = time.time() - path.stat().st_mtime > 3600
+        if find_upload(root, path.name) is None and (old or (path / ABOUT).exists()):
+            shutil.rmtree(path, ignore_errors=True)

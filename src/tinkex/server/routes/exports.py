@@ -1,0 +1,356 @@
+"""Weights that leave the server: exported checkpoints, archives, and the signed addresses they are fetched from.
+
+An address is signed with a secret of the data directory and needs no key, so that any program can
+fetch the files, in pieces if it likes. The signature covers the checkpoint and which one of that
+name it is, the reader and the key that asked, and the time of expiry. All of that is checked again
+when the address is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import datetime as dt
+import functools
+import hashlib
+import hmac
+import importlib
+import re
+import tarfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tinkex.engine.api import EngineError
+from tinkex.server.access.accounts import Accounts
+from tinkex.server.database.store import Save, SavedCheckpoint
+from tinkex.server.files.checkpoint_files import Wanted, readable, saving
+from tinkex.server.files.seals import check, contents
+from tinkex.server.routes.records import checkpoint_path, nothing_at
+from tinkex.server.runs.admission import enqueue, live_run
+from tinkex.server.runs.scheduler import Beside
+from tinkex.server.state import Call, Refusal, State
+from tinkex.types.checkpoints import (
+    SCHEME,
+    ExternalWeightsUrlsResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponseInternal,
+)
+from tinkex.types.training import UntypedAPIFuture
+from tinkex.wire.protocol import PREFIX
+
+LIFETIME = 15 * 60
+MOST_RECIPIENTS = 10
+ARCHIVE = "archive.tar"
+SECRET = "signing.key"
+IN_PROCESS = "http://local"
+"""What addresses of an embedded server begin with; its clients take it for their own."""
+CHUNK = 1 << 20
+
+
+# ── exporting ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def save_weights_external(state: State, call: Call) -> UntypedAPIFuture:
+    """Save weights as files to fetch, encrypted when there are recipients."""
+    request: SaveWeightsExternalRequest = call.request
+    run = (await live_run(state, request.model_id)).run
+
+    def answer(saved: Save) -> SaveWeightsExternalResponseInternal:
+        return SaveWeightsExternalResponseInternal(
+            path=saved.tinker_path, size_bytes=saved.size_bytes, type="save_weights_external"
+        )
+
+    def work() -> Beside:
+        recipients = request.age_encryption_recipients
+        finish = encryption(recipients) if recipients else None
+        request_id = f"{run.model_id}:{call.number}"
+        wanted = Wanted("external_weights", request.path, request.ttl_seconds, request_id=request_id)
+        return saving(state, run, wanted, answer, optimizer=False, finish=finish)
+
+    return await enqueue(state, call, request.model_id, request.seq_id, work, is_save=True)
+
+
+def encryption(recipients: Sequence[str]) -> Callable[[Path], None]:
+    """What encrypts every file of a directory for its recipients; refuses what it cannot do before anything is done."""
+    if len(recipients) > MOST_RECIPIENTS:
+        raise EngineError(f"age_encryption_recipients: at most {MOST_RECIPIENTS} are possible, got {len(recipients)}")
+    try:
+        pyrage: Any = importlib.import_module("pyrage")
+    except ImportError:
+        raise EngineError(
+            "age_encryption_recipients: this server cannot encrypt, because pyrage is not installed there "
+            "(pip install pyrage); nothing was exported"
+        ) from None
+    keys = [_recipient(pyrage, text) for text in recipients]
+
+    def encrypt(directory: Path) -> None:
+        for path in list(directory.iterdir()):
+            pyrage.encrypt_file(str(path), str(path.with_name(f"{path.name}.age")), keys)
+            path.unlink()
+
+    return encrypt
+
+
+def _recipient(pyrage: Any, text: str) -> Any:
+    kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+    try:
+        return kind.Recipient.from_str(text)
+    except pyrage.RecipientError as error:
+        raise EngineError(
+            f"age_encryption_recipients: {text!r} is no recipient (age1… or ssh-… public keys are): {error}"
+        ) from None
+
+
+# ── signing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def get_external_weights_urls(state: State, call: Call) -> ExternalWeightsUrlsResponse:
+    """Signed addresses of the files of an export."""
+    saved = await _readable(state, call)
+    if call.path["kind"] != "external_weights":
+        raise Refusal(400, f"{saved.tinker_path} is no export: save_weights_external makes one")
+    expires = _expiry(saved)
+    try:
+        names = await asyncio.to_thread(lambda: [file.name for file in contents(saved.directory)])
+    except FileNotFoundError:  # deleted meanwhile
+        raise nothing_at(saved.tinker_path) from None
+    urls = {name: _address(state, call, saved, name, expires) for name in names}
+    return ExternalWeightsUrlsResponse(urls=urls, expires=dt.datetime.fromtimestamp(expires, dt.UTC))
+
+
+async def get_checkpoint_archive(state: State, call: Call) -> Response:
+    """Send on to the signed address of a checkpoint's files as one archive, as older clients ask for it."""
+    saved = await _readable(state, call)
+    expires = _expiry(saved)
+    until = format_datetime(dt.datetime.fromtimestamp(expires, dt.UTC), usegmt=True)
+    return RedirectResponse(_address(state, call, saved, ARCHIVE, expires), 302, {"Expires": until})
+
+
+async def _readable(state: State, call: Call) -> SavedCheckpoint:
+    path = checkpoint_path(call)
+    saved = await asyncio.to_thread(readable, state, path, call.owner)
+    if saved is None:
+        raise nothing_at(path)
+    return saved
+
+
+def _expiry(saved: SavedCheckpoint) -> int:
+    until = time.time() + LIFETIME
+    return int(until if saved.expires is None else min(until, saved.expires))
+
+
+TERMS = ("expires", "saved", "reader", "key")
+"""What an address says of itself beside the file: until when, and for which checkpoint, reader and key."""
+
+
+def _address(state: State, call: Call, saved: SavedCheckpoint, file: str, expires: int) -> str:
+    parts = [call.path[part] for part in ("training_run_id", "kind", "name")] + [file]
+    terms = [str(expires), _identity(saved), _mark(state.accounts, call.owner), str(call.key_id)]
+    signed = [*zip(TERMS, terms, strict=True), ("signature", _signature(state.accounts, parts, terms))]
+    query = "&".join(f"{name}={quote(value, safe='')}" for name, value in signed)
+    place = "/".join(quote(part, safe=":") for part in parts)
+    return f"{call.base_url or IN_PROCESS}{PREFIX}/downloads/{place}?{query}"
+
+
+def _signature(accounts: Accounts, parts: Sequence[str], terms: Sequence[str]) -> str:
+    """Return the signature of an address; the server's own key is part of those given to it."""
+    key = terms[TERMS.index("key")]
+    own_key = 0 if key == "0" else 1
+    return accounts.sign("\n".join(["download", *parts, *terms]), own_key).hex()
+
+
+def _identity(saved: SavedCheckpoint) -> str:
+    """Tell a checkpoint from others that had its name before."""
+    return saved.created.hex()
+
+
+def _mark(accounts: Accounts, reader: str) -> str:
+    """Stand for a reader without naming them: addresses are shown to others."""
+    return accounts.sign(f"reader {reader}", 1).hex()[:32]
+
+
+# ── downloading ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def download_route(state: State) -> Route:
+    """Where signed addresses lead; no key is asked for."""
+
+    async def download(request: Request) -> Response:
+        try:
+            return await _download(state, request)
+        except Refusal as refusal:
+            return JSONResponse({"detail": refusal.detail}, refusal.status, refusal.headers)
+
+    path = f"{PREFIX}/downloads/{{training_run_id}}/{{kind}}/{{name}}/{{file}}"
+    return Route(path, download, methods=["GET"], name="download")
+
+
+async def _download(state: State, request: Request) -> Response:
+    run, kind, name, file = (str(request.path_params[part]) for part in ("training_run_id", "kind", "name", "file"))
+    terms, given = [request.query_params.get(term, "") for term in TERMS], request.query_params.get("signature", "")
+    expected = _signature(state.accounts, [run, kind, name, file], terms)
+    if not hmac.compare_digest(given.encode(), expected.encode()):
+        raise Refusal(403, "this address is not signed by this server: ask for a new one, and use it unchanged")
+    expires, identity, reader, key_id = terms
+    if int(expires) <= time.time():
+        raise Refusal(403, "this address has expired: ask for a new one")
+    await state.accounts.check_key(int(key_id))
+    path = f"{SCHEME}{run}/{kind}/{name}"
+    saved = await asyncio.to_thread(state.store.checkpoint, path)
+    if saved is None or not (saved.public or _mark(state.accounts, saved.owner) == reader):
+        raise nothing_at(path)
+    if _identity(saved) != identity:
+        raise Refusal(404, f"{path} has been saved again since this address was made: ask for a new one")
+    pieces = await asyncio.to_thread(_pieces, saved, file)
+    try:
+        digest = await asyncio.to_thread(_digest, pieces)
+        files = await asyncio.to_thread(_opened, pieces)
+    except FileNotFoundError:  # deleted meanwhile
+        raise nothing_at(path) from None
+    return _respond(request, pieces, files, digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of what is sent: bytes, or a file as it was when the sending began."""
+
+    size: int
+    data: bytes = b""
+    path: Path | None = None
+    changed: int = 0
+
+    @classmethod
+    def of(cls, path: Path) -> Piece:
+        """A whole file."""
+        stat = path.stat()
+        return cls(stat.st_size, path=path, changed=stat.st_mtime_ns)
+
+
+def _pieces(saved: SavedCheckpoint, file: str) -> tuple[Piece, ...]:
+    """A file of a checkpoint, chosen from those that there are; or all of them as an archive."""
+    try:
+        check(saved.directory)
+        paths = {path.name: path for path in contents(saved.directory)}
+        if file == ARCHIVE:
+            return tuple(_tar(paths.values(), int(saved.created)))
+        if file in paths:
+            return (Piece.of(paths[file]),)
+    except FileNotFoundError:
+        raise nothing_at(saved.tinker_path) from None
+    except EngineError as error:
+        if not saved.directory.is_dir():
+            raise nothing_at(saved.tinker_path) from None
+        raise Refusal(500, str(error), headers={"X-Should-Retry": "false"}) from None
+    raise Refusal(404, f"{saved.tinker_path} has no file {file!r}")
+
+
+def _tar(paths: Iterable[Path], created: int) -> Iterator[Piece]:
+    """A tar of files, the same bytes whenever it is made."""
+    for path in paths:
+        piece = Piece.of(path)
+        header = tarfile.TarInfo(path.name)
+        header.size, header.mtime, header.mode = piece.size, created, 0o644
+        head = header.tobuf(tarfile.GNU_FORMAT)
+        yield Piece(len(head), head)
+        yield piece
+        if padding := -piece.size % tarfile.BLOCKSIZE:
+            yield Piece(padding, bytes(padding))
+    yield Piece(2 * tarfile.BLOCKSIZE, bytes(2 * tarfile.BLOCKSIZE))
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(pieces: tuple[Piece, ...]) -> bytes:
+    """SHA-256 of what is sent, worked out once for files that have not changed."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        if piece.path is None:
+            digest.update(piece.data)
+        else:
+            with piece.path.open("rb") as file:
+                while chunk := file.read(CHUNK):
+                    digest.update(chunk)
+    return digest.digest()
+
+
+Files: TypeAlias = Mapping[Path, BinaryIO]
+
+
+def _opened(pieces: tuple[Piece, ...]) -> Files:
+    """Open the files that are sent: they may be deleted meanwhile, and are sent all the same."""
+    return {piece.path: piece.path.open("rb") for piece in pieces if piece.path is not None}
+
+
+def _close(files: Files) -> None:
+    for file in files.values():
+        file.close()
+
+
+def _respond(request: Request, pieces: tuple[Piece, ...], files: Files, digest: bytes) -> Response:
+    size = sum(piece.size for piece in pieces)
+    headers = {
+        "Accept-Ranges": "bytes",
+        "ETag": f'"{digest.hex()}"',
+        "Repr-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
+        "Content-Type": "application/octet-stream",
+        "Cache-Control": "private, no-store",
+    }
+    start, stop, status = 0, size, 200
+    if request.headers.get("if-range", headers["ETag"]) == headers["ETag"]:
+        wanted = _range(request.headers.get("range", ""), size)
+        if wanted is not None:
+            start, stop = wanted
+            if start >= stop:
+                _close(files)
+                return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{size}"})
+            status, headers["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{size}"
+    headers["Content-Length"] = str(stop - start)
+    if request.method == "HEAD":
+        _close(files)
+        return Response(status_code=status, headers=headers)
+    return StreamingResponse(_read(pieces, files, start, stop), status, headers)
+
+
+def _range(header: str, size: int) -> tuple[int, int] | None:
+    """The span that a Range header asks for, empty when there is none such; None to send the whole."""
+    match = re.fullmatch(r"\s*bytes\s*=\s*(\d{0,18})-(\d{0,18})\s*", header)
+    if match is None or not any(match.groups()):  # several ranges at once may be answered with everything
+        return None
+    first, last = match.groups()
+    if not first:
+        return max(0, size - int(last)), size
+    if last and int(last) < int(first):
+        return None
+    return int(first), min(int(last) + 1, size) if last else size
+
+
+async def _read(pieces: tuple[Piece, ...], files: Files, start: int, stop: int) -> AsyncIterator[bytes]:
+    """The bytes of a span."""
+    position = 0
+    try:
+        for piece in pieces:
+            first, last = max(start - position, 0), min(stop - position, piece.size)
+            position += piece.size
+            if first >= last:
+                continue
+            if piece.path is None:
+                yield piece.data[first:last]
+                continue
+            file = files[piece.path]
+            file.seek(first)
+            while first < last:
+                chunk = await asyncio.to_thread(file.read, min(CHUNK, last - first))
+                if not chunk:  # the reader must not take it for whole
+                    raise ConnectionError(f"{piece.path.name} has become shorter")
+                first += len(chunk)
+                yield chunk
+    finally:
+        _close(files)

@@ -1,0 +1,307 @@
+"""Runs and checkpoints as their owners see them: listed, published, given a time to live, copied, deleted.
+
+What is another's is not there, unless it was published; what was published can be read by all and changed by none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import json
+import os
+import shutil
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tinkex.server.database.catalogue import RunRecord, discard
+from tinkex.server.database.store import Run, SavedCheckpoint
+from tinkex.server.files.checkpoint_files import NAME, NAME_RULE, Wanted, expiry, put_files, readable
+from tinkex.server.files.seals import check, contents
+from tinkex.server.state import Call, Refusal, State
+from tinkex.types.checkpoints import (
+    KINDS,
+    SCHEME,
+    Checkpoint,
+    CheckpointsListResponse,
+    CopyWeightsRequest,
+    CopyWeightsResponse,
+    Cursor,
+    ParsedCheckpointTinkerPath,
+    SetCheckpointTtlRequest,
+    TrainingRun,
+    TrainingRunsResponse,
+)
+from tinkex.types.sessions import Empty
+from tinkex.wire.protocol import PREFIX, RUN
+
+PAGE, CHECKPOINT_PAGE, LARGEST_PAGE = 20, 100, 1000
+ID_RULE = f"expected training_runs/<run>/checkpoints/<kind>/<name>, where <kind> is one of {', '.join(KINDS)}"
+
+
+# ── lists ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
+    """A page of one's runs, or of all that one may see."""
+    limit, offset = _number(call, "limit", PAGE), _number(call, "offset", 0)
+    limit = min(limit, LARGEST_PAGE)
+
+    def look() -> tuple[list[RunRecord], int]:
+        return state.catalogue.runs(
+            call.owner,
+            accessible=_is_accessible(call),
+            project_id=call.query.get("project_id"),
+            limit=limit,
+            offset=offset,
+        )
+
+    found, total = await asyncio.to_thread(look)
+    return TrainingRunsResponse(
+        training_runs=[_training_run(state, record, call.owner) for record in found],
+        cursor=Cursor(offset=offset, limit=limit, total_count=total),
+    )
+
+
+async def get_training_run(state: State, call: Call) -> TrainingRun:
+    """One run."""
+    return _training_run(state, await _run_of(state, call, accessible=_is_accessible(call)), call.owner)
+
+
+async def list_checkpoints(state: State, call: Call) -> CheckpointsListResponse:
+    """The checkpoints of a run: all of them, unless a page is asked for."""
+    record = await _run_of(state, call, accessible=True)
+    return await _checkpoints(state, call, record.run.model_id)
+
+
+async def list_user_checkpoints(state: State, call: Call) -> CheckpointsListResponse:
+    """A page of one's checkpoints, of all runs."""
+    return await _checkpoints(state, call, None)
+
+
+async def _checkpoints(state: State, call: Call, model_id: str | None) -> CheckpointsListResponse:
+    whole = model_id is not None and "limit" not in call.query
+    limit, offset = _number(call, "limit", CHECKPOINT_PAGE), _number(call, "offset", 0)
+    limit = -1 if whole else min(limit, LARGEST_PAGE)
+
+    def look() -> tuple[list[SavedCheckpoint], int]:
+        return state.catalogue.checkpoints(call.owner, model_id=model_id, limit=limit, offset=offset)
+
+    found, total = await asyncio.to_thread(look)
+    return CheckpointsListResponse(
+        checkpoints=[checkpoint_record(saved) for saved in found],
+        cursor=Cursor(offset=offset, limit=len(found) if whole else limit, total_count=total),
+    )
+
+
+async def _run_of(state: State, call: Call, *, accessible: bool) -> RunRecord:
+    model_id = call.path["training_run_id"]
+
+    def look() -> RunRecord | None:
+        return state.catalogue.run(model_id, call.owner, accessible=accessible)
+
+    record = await asyncio.to_thread(look)
+    if record is None:
+        raise Refusal(404, f"there is no training run {model_id!r}")
+    return record
+
+
+def _number(call: Call, name: str, default: int) -> int:
+    text = call.query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit()) or len(text) > 15:
+        raise Refusal(400, f"{name} must be a whole number from 0 on, got {text!r}")
+    return int(text)
+
+
+def _is_accessible(call: Call) -> bool:
+    scope = call.query.get("access_scope", "owned")
+    if scope not in ("owned", "accessible"):
+        raise Refusal(400, f"access_scope must be owned or accessible, got {scope!r}")
+    return scope == "accessible"
+
+
+def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
+    run = record.run
+    return TrainingRun(
+        training_run_id=run.model_id,
+        base_model=run.base_model,
+        model_owner=run.owner,
+        is_lora=True,
+        corrupted=record.corrupted,
+        lora_rank=run.lora.rank,
+        last_request_time=_moment(max(record.last_request, state.asked.get(run.model_id, 0.0))),
+        last_checkpoint=checkpoint_record(record.last_training) if record.last_training else None,
+        last_sampler_checkpoint=checkpoint_record(record.last_sampler) if record.last_sampler else None,
+        user_metadata=_texts(run.user_metadata) if run.owner == reader else None,
+        loaded=state.is_loaded(run.model_id),
+    )
+
+
+def checkpoint_record(saved: SavedCheckpoint) -> Checkpoint:
+    """A checkpoint as lists show it."""
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(saved.tinker_path)
+    return Checkpoint(
+        checkpoint_id=parsed.checkpoint_id,
+        checkpoint_type=parsed.checkpoint_type,
+        time=_moment(saved.created),
+        tinker_path=saved.tinker_path,
+        size_bytes=saved.size_bytes,
+        public=saved.public,
+        user_metadata=saved.user_metadata or None,
+        expires_at=None if saved.expires is None else _moment(saved.expires),
+        base_model=saved.base_model,
+    )
+
+
+def _moment(seconds: float) -> dt.datetime:
+    return dt.datetime.fromtimestamp(seconds, dt.UTC)
+
+
+def _texts(metadata: dict[str, Any]) -> dict[str, str] | None:
+    """A run's metadata may hold anything; readers are promised texts."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()} or None
+
+
+# ── changes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def checkpoint_path(call: Call) -> str:
+    """The path of the checkpoint that a request's address names; a malformed one is refused with the rule."""
+    run, kind, name = (call.path[part] for part in ("training_run_id", "kind", "name"))
+    if kind not in KINDS:
+        raise Refusal(400, f"{kind!r} is not a kind of checkpoint: {ID_RULE}")
+    if not NAME.fullmatch(name):
+        raise Refusal(400, f"{name!r} is not a checkpoint's name: {NAME_RULE}")
+    return f"{SCHEME}{run}/{kind}/{name}"
+
+
+def nothing_at(path: str) -> Refusal:
+    """The answer to whoever asks for a checkpoint that is not there, or not theirs."""
+    return Refusal(404, f"there is no checkpoint {path}; it was never saved, or has been deleted or expired")
+
+
+async def delete_checkpoint(state: State, call: Call) -> Empty:
+    """Delete a checkpoint: record and files. Samplers that have it in memory keep it until they are dropped."""
+    path = checkpoint_path(call)
+    directory = await asyncio.to_thread(state.catalogue.remove, path, call.owner)
+    if directory is None:
+        raise nothing_at(path)
+    await asyncio.to_thread(discard, directory)
+    return Empty()
+
+
+async def publish_checkpoint(state: State, call: Call) -> Empty:
+    """Let all read a checkpoint; to do it again changes nothing."""
+    return await _publish(state, call, True)
+
+
+async def unpublish_checkpoint(state: State, call: Call) -> Empty:
+    """Keep a checkpoint to oneself; to do it again changes nothing."""
+    return await _publish(state, call, False)
+
+
+async def _publish(state: State, call: Call, public: bool) -> Empty:
+    path = checkpoint_path(call)
+    if not await asyncio.to_thread(state.catalogue.set_public, path, call.owner, public):
+        raise nothing_at(path)
+    return Empty()
+
+
+async def set_checkpoint_ttl(state: State, call: Call) -> Empty:
+    """Let a checkpoint expire after a time from now, or never."""
+    request: SetCheckpointTtlRequest = call.request
+    path = checkpoint_path(call)
+    if not await asyncio.to_thread(state.catalogue.set_expiry, path, call.owner, expiry(request.ttl_seconds)):
+        raise nothing_at(path)
+    return Empty()
+
+
+# ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_copying = threading.Lock()
+
+
+async def copy_weights(state: State, call: Call) -> CopyWeightsResponse:
+    """Copy a checkpoint into a project, as a run of its own; the same request again gives the same copy."""
+    request: CopyWeightsRequest = call.request
+    if not request.destination_project_id:
+        raise Refusal(400, "copy_weights needs a destination_project_id")
+    if request.session_id is not None or request.model_seq_id is not None:
+        raise Refusal(400, "copy_weights makes a run of its own here: session_id and model_seq_id have no place in it")
+    try:
+        ParsedCheckpointTinkerPath.from_tinker_path(request.source_path)
+    except ValueError as error:
+        raise Refusal(400, str(error)) from None
+    key = call.headers.get("x-idempotency-key")
+    copy_id = uuid.uuid4() if key is None else uuid.uuid5(uuid.NAMESPACE_URL, f"{call.owner} {key} {call.digest.hex()}")
+    reader = await state.accounts.reader(call.owner, call.headers.get("x-tinker-weights-access-token"))
+    saved = await asyncio.to_thread(_copy, state, request, call.owner, reader, str(copy_id))
+    if saved is None:
+        raise nothing_at(request.source_path)
+    return CopyWeightsResponse(tinker_path=saved.tinker_path)
+
+
+def _copy(state: State, request: CopyWeightsRequest, owner: str, reader: str, copy_id: str) -> SavedCheckpoint | None:
+    source = readable(state, request.source_path, reader)
+    if source is None:
+        return None
+    kind, name = ParsedCheckpointTinkerPath.from_tinker_path(source.tinker_path).checkpoint_id.split("/")
+    run = Run(
+        f"{copy_id}:train:0",
+        copy_id,
+        source.base_model,
+        source.lora,
+        source.optimizer,
+        source.user_metadata,
+        owner,
+        source.base_digest,
+    )
+    wanted = Wanted(kind, name, request.ttl_seconds, source.user_metadata, project_id=request.destination_project_id)
+
+    def write(directory: Path) -> None:
+        check(source.directory)
+        for file in contents(source.directory):
+            _link(file, directory / file.name)
+
+    with _copying:
+        made = state.store.checkpoint(f"{SCHEME}{run.model_id}/{kind}/{name}")
+        try:
+            made = made or put_files(state.store, state.checkpoint_dir, run, wanted, write)
+        except FileNotFoundError:  # the source was deleted meanwhile
+            return None
+        if state.store.run(run.model_id) is None:
+            state.store.add_run(run)
+    return made
+
+
+def _link(source: Path, target: Path) -> None:
+    """Files of checkpoints never change, so that a copy can be another name for the same bytes."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+# ── misnamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def misnamed_route() -> Route:
+    """Where requests end up whose checkpoint id is not one, such as a bare name: they are told the rule."""
+
+    async def misnamed(request: Request) -> Response:
+        given = request.path_params["rest"]
+        if given.split("/")[0] in KINDS and given.count("/") >= 1:
+            return JSONResponse({"detail": f"there is no {request.method} {request.url.path} here"}, 404)
+        return JSONResponse({"detail": f"{given!r} is not a checkpoint's id: {ID_RULE}"}, 400)
+
+    methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    return Route(f"{PREFIX}/{RUN}/checkpoints/{{rest:path}}", misnamed, methods=methods, name="misnamed")

@@ -1,0 +1,141 @@
+"""Samples as they are drawn: a stream of server-sent events, one per token.
+
+A stream is not a future: nothing is promised, nothing is kept, and a client that goes away ends its sample. Tokens go
+out as numbers; text is left to the client, whose tokenizer knows how to join the pieces of a character.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tinkex.engine.api import DrawnToken, EngineError, Listener
+from tinkex.server.runs.promises import internal
+from tinkex.types.record import to_json
+from tinkex.types.sampling import SampleResponse
+from tinkex.wire import codec
+
+logger = logging.getLogger("tinkex.server")
+
+WAITING = b": waiting\n\n"
+END = b"data: [DONE]\n\n"
+"""The last words of every stream, after a failure too: one without them was cut short."""
+
+Draw: TypeAlias = Callable[[Listener], Awaitable[SampleResponse]]
+
+
+def event(fields: dict[str, Any], name: str = "") -> bytes:
+    """One server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(fields) + b"\n\n"
+
+
+class SampleStream(Response):
+    """The answer to a request for a stream: `draw` starts the sample, `cancel` drops it.
+
+    Events that the client is slow to take wait here; there are never more of them than the request asked for tokens.
+    """
+
+    def __init__(self, draw: Draw, cancel: Callable[[], object], quiet_seconds: float) -> None:
+        # A proxy must neither keep events nor gather them.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "Content-Type": codec.EVENT_STREAM}
+        super().__init__(None, headers=headers)
+        del self.headers["content-length"]
+        self._draw, self._cancel, self._quiet_seconds = draw, cancel, quiet_seconds
+        self._events: list[bytes] = []
+        self._lengths: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._news = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the sample has ended or the client has gone."""
+        drawing = asyncio.ensure_future(self._draw(self._hear))
+        drawing.add_done_callback(lambda _: self._news.set())
+        gone, writing = asyncio.ensure_future(_disconnect(receive)), asyncio.ensure_future(self._write(drawing, send))
+        try:
+            await asyncio.wait({gone, writing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not drawing.done():
+                self._cancel()
+                drawing.add_done_callback(_retrieve)
+            gone.cancel()
+            writing.cancel()
+        await asyncio.wait({writing})
+        if not writing.cancelled():
+            with contextlib.suppress(OSError):  # the connection broke: nobody is left to be told
+                writing.result()
+
+    def _hear(self, drawn: Sequence[DrawnToken]) -> None:
+        for token in drawn:
+            self._lengths[token.index] = self._lengths.get(token.index, 0) + 1
+            logprob = token.logprob if math.isfinite(token.logprob) else None
+            fields = {"token_id": token.token, "token": None, "logprob": logprob, "index": token.index}
+            if token.version is not None:
+                fields["weights_version"] = token.version
+            self._events.append(event(fields | {"event_type": "token"}))
+            if token.stop_reason is not None:
+                self._end(token.index, token.stop_reason, self._lengths[token.index], token.reused)
+        self._news.set()
+
+    def _end(self, index: int, reason: str, total: int, reused: int) -> None:
+        self._ended.add(index)
+        fields = {"index": index, "finish_reason": reason, "total_tokens": total, "event_type": "done"}
+        if reused:
+            fields["prompt_cache_hit_tokens"] = reused
+        self._events.append(event(fields))
+
+    async def _write(self, drawing: asyncio.Future[SampleResponse], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        while not drawing.done():
+            try:
+                async with asyncio.timeout(self._quiet_seconds):
+                    await self._news.wait()
+            except TimeoutError:
+                self._events.append(WAITING)
+            self._news.clear()
+            if not drawing.done():
+                await _send(send, self._take())
+        self._conclude(drawing)
+        await _send(send, self._take() + END, more=False)
+
+    def _take(self) -> bytes:
+        """What has come up since the last time: tokens of several steps may go out together, each its own event."""
+        events, self._events = self._events, []
+        return b"".join(events)
+
+    def _conclude(self, drawing: asyncio.Future[SampleResponse]) -> None:
+        try:
+            result = drawing.result()
+        except EngineError as error:
+            self._fail(str(error), error.category)
+        except Exception as error:
+            logger.exception("a stream of samples failed")
+            self._fail(internal(error), "server")
+        else:
+            for index, sequence in enumerate(result.sequences):
+                if index not in self._ended:  # a sample of no tokens had none to tell its end with
+                    self._end(index, sequence.stop_reason, sequence.length, result.prompt_cache_hit_tokens)
+
+    def _fail(self, message: str, category: str) -> None:
+        self._events.append(event({"error": message, "category": category, "event_type": "error"}, "error"))
+
+
+async def _send(send: Send, data: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _retrieve(drawing: asyncio.Future[Any]) -> None:
+    """Nobody waits for a sample whose client has gone; asyncio would complain of its failure at the end."""
+    if not drawing.cancelled():
+        drawing.exception()

@@ -1,0 +1,228 @@
+"""Uploads of external weights: signed addresses, the files as they come, and the checkpoint they become."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import errno
+import hmac
+import os
+import secrets
+import time
+import uuid
+from pathlib import Path
+from typing import BinaryIO
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tinkex.engine.api import EngineError
+from tinkex.server.database.store import Run
+from tinkex.server.files.checkpoint_files import Wanted, put_files
+from tinkex.server.files.data_dir import sync_directory
+from tinkex.server.files.imports import CONFIG, GROUPS, MAX_RANK, WEIGHTS, most_bytes, read_adapter
+from tinkex.server.files.upload_files import COMING, Upload, find_upload, unfinished
+from tinkex.server.http_errors import Refusal
+from tinkex.server.routes.exports import IN_PROCESS
+from tinkex.server.state import Call, State
+from tinkex.types.checkpoints import SCHEME
+from tinkex.types.external_weights import (
+    ExternalWeightsUploadFinishRequest,
+    ExternalWeightsUploadFinishResponse,
+    ExternalWeightsUploadStartRequest,
+    ExternalWeightsUploadStartResponse,
+)
+from tinkex.wire.protocol import PREFIX
+
+PATH = f"{PREFIX}/uploads/{{upload_id}}/{{file}}"
+LIFETIME = 6 * 3600
+"""Seconds until an upload must be finished."""
+MOST_UNFINISHED = 8
+"""Uploads that an owner may have begun and not finished."""
+CONFIG_BYTES = 64 << 10
+IDLE_SECONDS = 60.0
+"""How long nothing may come of a file."""
+PIECE = 1 << 20
+NAME = "uploaded"
+
+
+# ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def external_weights_upload_start(state: State, call: Call) -> ExternalWeightsUploadStartResponse:
+    """Begin an upload: give a signed address for each file."""
+    request: ExternalWeightsUploadStartRequest = call.request
+    upload = await asyncio.to_thread(_begin, state, request, call.owner)
+    base = f"{call.base_url or IN_PROCESS}{PREFIX}/uploads/{upload.id}"
+    expires = str(int(upload.expires))
+    urls = {
+        name: f"{base}/{name}?expires={expires}&key={call.key_id}"
+        f"&signature={_signature(state, upload.id, name, expires, str(call.key_id))}"
+        for name in upload.sizes
+    }
+    until = dt.datetime.fromtimestamp(int(upload.expires), dt.UTC)
+    return ExternalWeightsUploadStartResponse(upload_id=upload.id, urls=urls, expires=until)
+
+
+def _begin(state: State, request: ExternalWeightsUploadStartRequest, owner: str) -> Upload:
+    lora, project = request.lora_config, request.destination_project_id
+    if project is not None and not 1 <= len(project) <= 200:
+        raise Refusal(400, f"destination_project_id must have 1 to 200 characters, got {len(project)}")
+    if not 1 <= lora.rank <= MAX_RANK:
+        raise Refusal(400, f"lora_config.rank must be between 1 and {MAX_RANK}, got {lora.rank}")
+    if not any(getattr(lora, f"train_{group}") for group in GROUPS):
+        raise Refusal(400, "lora_config changes no layers: set train_attn, train_mlp or train_unembed")
+    try:
+        weights = most_bytes(_files_of(state, request.base_model), lora)
+    except EngineError as error:
+        raise Refusal(400, str(error)) from None
+    if unfinished(state.upload_dir, owner) >= MOST_UNFINISHED:
+        raise Refusal(400, f"{MOST_UNFINISHED} uploads have begun, which is the limit; finish them, or wait")
+    name = secrets.token_hex(16)
+    sizes = {CONFIG: CONFIG_BYTES, WEIGHTS: weights}
+    upload = Upload(name, state.upload_dir / name, owner, float(int(time.time() + LIFETIME)), sizes, request)
+    upload.write()
+    return upload
+
+
+def _files_of(state: State, base_model: str) -> Path:
+    directory = state.base_model(base_model).directory
+    if directory is None:
+        raise EngineError(f"this server takes no uploads for base model {base_model!r}")
+    return directory
+
+
+def _signature(state: State, upload_id: str, file: str, expires: str, key: str) -> str:
+    own_key = 0 if key == "0" else 1  # the server's own key is part of the signatures given to it
+    return state.accounts.sign("\n".join(["upload", upload_id, file, expires, key]), own_key).hex()
+
+
+# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def upload_route(state: State) -> Route:
+    """The place that files are put to, by signed addresses; no key is asked for."""
+    coming: set[Path] = set()
+
+    async def put(request: Request) -> Response:
+        try:
+            await _take(state, request, coming)
+        except Refusal as refusal:
+            return JSONResponse({"detail": refusal.detail}, refusal.status, refusal.headers)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        return Response(status_code=200)
+
+    return Route(PATH, put, methods=["PUT"], name="upload")
+
+
+async def _take(state: State, request: Request, coming: set[Path]) -> None:
+    upload_id, file = request.path_params["upload_id"], request.path_params["file"]
+    expires, key, given = (request.query_params.get(part, "") for part in ("expires", "key", "signature"))
+    if not hmac.compare_digest(given.encode(), _signature(state, upload_id, file, expires, key).encode()):
+        raise Refusal(403, "this address is not signed by this server: use it unchanged, or start another upload")
+    await state.accounts.check_key(int(key))
+    upload = await asyncio.to_thread(find_upload, state.upload_dir, upload_id)
+    if upload is None or file not in upload.sizes:
+        raise Refusal(403, "this address has expired: start another upload")
+    most = upload.sizes[file]
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Refusal(415, "files are taken as they are: leave Content-Encoding out")
+    length = request.headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > most:
+        raise Refusal(413, f"{file} may have at most {most} bytes for this base model and lora_config")
+    target = upload.directory / file
+    if target in coming or upload_id in state.finishing:
+        raise Refusal(409, f"{file} is just coming, or the upload is being finished: wait for that")
+    coming.add(target)
+    try:
+        await _receive(request, target, most)
+    finally:
+        coming.discard(target)
+
+
+async def _receive(request: Request, target: Path, most: int) -> None:
+    """Write a body to a file, which is whole or not there."""
+    scratch = target.with_name(target.name + COMING)
+    chunks, size, held = request.stream(), 0, bytearray()
+    try:
+        with await asyncio.to_thread(scratch.open, "wb") as file:
+            while True:
+                try:
+                    chunk = await asyncio.wait_for(anext(chunks), IDLE_SECONDS)
+                except StopAsyncIteration:
+                    break
+                except TimeoutError:
+                    raise Refusal(408, f"nothing came for {IDLE_SECONDS:g} s: send the file again") from None
+                size += len(chunk)
+                if size > most:
+                    raise Refusal(413, f"{target.name} may have at most {most} bytes; it has more")
+                held += chunk
+                if len(held) >= PIECE:
+                    await asyncio.to_thread(file.write, bytes(held))
+                    held.clear()
+            await asyncio.to_thread(file.write, bytes(held))
+            await asyncio.to_thread(_flush, file)
+        await asyncio.to_thread(os.replace, scratch, target)
+        await asyncio.to_thread(sync_directory, target.parent)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise Refusal(503, f"{target.name} was not taken: the server's disk is full") from None
+    finally:
+        await asyncio.to_thread(scratch.unlink, missing_ok=True)
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+# ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def external_weights_upload_finish(state: State, call: Call) -> ExternalWeightsUploadFinishResponse:
+    """Make a checkpoint of an upload's files; a repeated request gets the same one."""
+    request: ExternalWeightsUploadFinishRequest = call.request
+    upload = await asyncio.to_thread(find_upload, state.upload_dir, request.upload_id)
+    if upload is None or upload.owner != call.owner:
+        raise Refusal(404, f"there is no upload {request.upload_id[:64]!r}; it was never begun, or has expired")
+    if upload.id in state.finishing:
+        raise Refusal(409, f"upload {upload.id} is being finished already")
+    state.finishing.add(upload.id)
+    try:
+        path = await asyncio.to_thread(_finish, state, upload)
+    except EngineError as error:
+        # Files of the server are nothing that a caller could look at.
+        told = str(error).replace(f"{upload.directory}{os.sep}", "").replace(str(upload.directory), "the upload")
+        raise Refusal(400 if error.category == "user" else 500, told) from None
+    finally:
+        state.finishing.discard(upload.id)
+    return ExternalWeightsUploadFinishResponse(tinker_path=path)
+
+
+def _finish(state: State, upload: Upload) -> str:
+    request, session = upload.request, str(uuid.UUID(upload.id))
+    base, lora = state.base_model(request.base_model), request.lora_config
+    run = Run(f"{session}:train:0", session, base.name, lora, {"type": "adamw"}, {}, upload.owner, base.digest)
+    path = f"{SCHEME}{run.model_id}/external_weights/{NAME}"
+    if state.store.checkpoint(path) is None:
+        if missing := upload.missing():
+            raise EngineError(f"{', '.join(missing)} has not been uploaded: PUT it to its address first")
+        adapter = read_adapter(upload.directory, _files_of(state, request.base_model))
+        if adapter.source.rank != lora.rank:
+            raise EngineError(
+                f"{CONFIG}: r is {adapter.source.rank}, but the upload's lora_config has rank {lora.rank}"
+            )
+        found = adapter.shape()
+        for group in GROUPS:
+            if getattr(found, f"train_{group}") and not getattr(lora, f"train_{group}"):
+                raise EngineError(f"{WEIGHTS} changes {group} layers, but the upload's lora_config does not train them")
+        wanted = Wanted("external_weights", NAME, project_id=request.destination_project_id)
+        put_files(state.store, state.checkpoint_dir, run, wanted, adapter.writer(base.name, lora))
+    if state.store.run(run.model_id) is None:
+        state.store.add_run(run)
+    (upload.directory / "done").touch()
+    upload.clear()
+    return path

@@ -1,0 +1,78 @@
+"""Results as bytes: encoded where that holds nothing up, and only once for those that are announced before they go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from tinkex.server.runs.promises import Promise
+from tinkex.types.sampling import SampleRequest, SampleResponse
+from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
+from tinkex.types.training import ForwardBackwardOutput
+from tinkex.wire import codec
+
+logger = logging.getLogger("tinkex.server")
+
+OFF_LOOP_VALUES = 8_000
+"""Results of more numbers than this are encoded in a thread."""
+
+
+def size_of(result: object) -> int:
+    """About how many bytes a result takes in memory; small ones count as nothing."""
+    if isinstance(result, ForwardBackwardOutput):
+        return sum(tensor.values.nbytes for output in result.loss_fn_outputs for tensor in output.values())
+    if not isinstance(result, SampleResponse):
+        return 0
+    tables = [result.topk_prompt_logprobs_np, *(one.topk_logprobs_np for one in result.sequences)]
+    size = sum(table.token_ids.nbytes + table.logprobs.nbytes for table in tables if table is not None)
+    return size + 8 * sum(one.length for one in result.sequences) + getattr(result.prompt_logprobs_np, "nbytes", 0)
+
+
+async def encoding(promise: Promise, *, as_protobuf: bool) -> codec.Body:
+    """The bytes of a promise's result, in the form its reader accepts."""
+    if is_heavy(promise):
+        return await asyncio.to_thread(encode, promise, as_protobuf=as_protobuf)
+    return encode(promise, as_protobuf=as_protobuf)
+
+
+def is_heavy(promise: Promise) -> bool:
+    """Whether a result takes long to encode, as far as can be told at a glance."""
+    result = promise.result
+    if promise.kept is not None or not codec.has_protobuf(type(result)):
+        return False
+    if isinstance(result, ForwardBackwardOutput):
+        tensors = (tensor for output in result.loss_fn_outputs for tensor in output.values())
+        return sum(tensor.values.size for tensor in tensors) > OFF_LOOP_VALUES
+    if not isinstance(result, SampleResponse) or result.target_prompt_logprobs or result.prompt_alt_tokens:
+        return True
+    tables = [result.topk_prompt_logprobs_np, *(sequence.topk_logprobs_np for sequence in result.sequences)]
+    values = sum(sequence.length for sequence in result.sequences)
+    values += sum(table.token_ids.size for table in tables if table is not None)
+    return values + (0 if result.prompt_logprobs_np is None else result.prompt_logprobs_np.size) > OFF_LOOP_VALUES
+
+
+def most_of(request: SampleRequest, window: int) -> int:
+    """About how many bytes the result of a request for samples may take."""
+    try:
+        prompt = request.prompt.length
+    except ValueError:  # an image that does not say how many tokens it takes; the engine refuses it
+        prompt = 0
+    asked = request.sampling_params.max_tokens
+    tokens = max(0, request.num_samples) * max(0, min(window, window if asked is None else asked))
+    scores = prompt * (1 + max(0, request.topk_prompt_logprobs))
+    return 8 * (tokens * (1 + max(0, request.topk_sample_logprobs)) + scores)
+
+
+def encode(promise: Promise, *, as_protobuf: bool) -> codec.Body:
+    """Encode a result, unless it is kept in that form; one that cannot be encoded becomes a failure."""
+    wants_protobuf = as_protobuf and codec.has_protobuf(type(promise.result))
+    if promise.kept is not None and (promise.kept.content_type == codec.PROTOBUF) == wants_protobuf:
+        return promise.kept
+    try:
+        return codec.encode(promise.result, as_protobuf=as_protobuf)
+    except ValueError as error:  # in band as well: a client would repeat a poll that gets a 500 for ever
+        logger.exception("the result of %s cannot be encoded", promise.request_id)
+        promise.result = RequestFailedResponse(
+            error=f"internal error: the result cannot be sent: {error}", category=RequestErrorCategory.Server
+        )
+        return codec.encode(promise.result, as_protobuf=False)

@@ -1,0 +1,506 @@
+"""Order and turns: a lane per training run, and the one worker thread that owns the engine.
+
+A lane is pure bookkeeping (no clock, no threads): operations go in by number and come out when every number before them
+has. The worker hands passes to the engine as soon as nothing of their run is before them, so that those of several runs
+can share its steps; what else a run is asked for waits until its passes have ended. Steps of training and of sampling
+take turns by the time they take, so that neither stops the other. Files are written on a thread of their own: what a
+run is to learn or load next waits for that, the engine does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from tinkex.engine.api import DrawnToken, Engine, EngineError, Listener, PassDone, Recording, SampleDone
+from tinkex.engine.fair_share import Shares
+from tinkex.types.sampling import SampleRequest, SampleResponse
+from tinkex.types.training import ForwardBackwardOutput
+
+T = TypeVar("T")
+logger = logging.getLogger("tinkex.server")
+
+EXIT_SECONDS = 60.0
+"""How long the end of a program waits for the engine."""
+CANCELLED = "the request was cancelled"
+STOPPED = "the server was stopped"
+TAKING_SECONDS = 0.05
+"""So long may steps wait while operations are taken in: what has come together is begun together."""
+TRAINING, SAMPLING = "training", "sampling"
+
+
+class Lane(Generic[T]):
+    """The operations of one run, released in the order of their numbers.
+
+    Example:
+        >>> lane = Lane[str]()
+        >>> lane.offer(2, "b"), lane.offer(1, "a")
+        ([], ['a', 'b'])
+    """
+
+    def __init__(self, first: int = 1) -> None:
+        self.next = first
+        self._waiting: dict[int, T] = {}
+        self._held: dict[int, int] = {}
+        self.held_bytes = 0
+        """Bytes of the operations that wait for a missing number, or are on their way to do so."""
+
+    def offer(self, number: int, item: T) -> list[T]:
+        """Take an operation in; returns those whose turn has come. A number that has passed is refused."""
+        if number < self.next or number in self._waiting:
+            raise ValueError(f"request number {number} has been used; the next one is {self.next}")
+        self._waiting[number] = item
+        return self._release()
+
+    def _release(self) -> list[T]:
+        released = []
+        while self.next in self._waiting:
+            released.append(self._waiting.pop(self.next))
+            self.let_go(self.next)
+            self.next += 1
+        return released
+
+    def hold(self, number: int, size: int) -> None:
+        """Count the bytes of an operation that is about to be offered, until its turn has come."""
+        self._held[number] = size
+        self.held_bytes += size
+
+    def let_go(self, number: int) -> None:
+        """Count an operation's bytes no more."""
+        self.held_bytes -= self._held.pop(number, 0)
+
+    @property
+    def free(self) -> int:
+        """The first number that nothing has been offered under."""
+        return max(self._waiting, default=self.next - 1) + 1
+
+    @property
+    def missing(self) -> int | None:
+        """The number that holds others up, if any are held up."""
+        return self.next if self._waiting else None
+
+    def give_up(self) -> list[T]:
+        """Stop waiting for the missing numbers; returns the operations that waited, which must now fail."""
+        abandoned = [self._waiting[number] for number in sorted(self._waiting)]
+        for number in self._waiting:
+            self.let_go(number)
+        self.next = self.free
+        self._waiting.clear()
+        return abandoned
+
+
+def _end(worker: weakref.ref[Worker], thread: threading.Thread, pid: int) -> None:
+    """Let the engine finish what it is at, when the program ends."""
+    if (living := worker()) is not None and thread.is_alive() and os.getpid() == pid:
+        living.interrupt()
+        thread.join(EXIT_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The rest of an operation: work on another thread, while the engine goes on, and then something on the worker.
+
+    Passes and saves of the same run do not wait for it: it must not depend on what they change.
+    """
+
+    work: Callable[[], Any]
+    then: Callable[[Any], Any]
+    """Takes what the work returned and gives the operation's result, before anything that waits for it begins."""
+
+
+class Sampled(NamedTuple):
+    """The result of a sampling job, and the recordings of its samples if they were asked for."""
+
+    response: SampleResponse
+    recordings: Sequence[Recording] = ()
+
+
+@dataclass(slots=True)
+class _Task:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    future: asyncio.Future[Any]
+    run: str | None = None
+    """The run whose order it keeps, if it is one's."""
+    job: str | None = None
+    """The pass that the function starts, if it starts one."""
+    is_save: bool = False
+    """Whether it need not wait for others of its run that go on beside the engine."""
+
+
+class Worker:
+    """The thread that owns the engine: runs operations in the order given, and advances passes and samples between."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._waiting: dict[str, deque[_Task]] = {}
+        """By run, what waits for the passes before it."""
+        self._passes: dict[str, _Task] = {}
+        """By job, what the engine has begun."""
+        self._open: Counter[str] = Counter()
+        """How many passes each run has there, and …"""
+        self._saves: Counter[str] = Counter()
+        """… how many operations that go on beside it, one after the other on this thread."""
+        self._files = ThreadPoolExecutor(1, "tinkex-files")
+        self._shares = Shares()
+        self.steps: Counter[str] = Counter()
+        """By kind, how many steps the engine has made."""
+        self._samples: dict[str, asyncio.Future[Sampled]] = {}
+        self._cancelled: set[str] = set()
+        """Jobs to drop before the next step, without waiting for what else is queued."""
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._ended = asyncio.Event()
+        self.failure: EngineError | None = None
+        """What is told to everyone once the thread has died."""
+
+    def start(self) -> None:
+        """Begin; must be called on the event loop that results go to."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="tinkex-engine", daemon=True)
+        self._thread.start()
+        # A program must not end while the engine computes: the interpreter would be torn down under it.
+        register = getattr(threading, "_register_atexit", atexit.register)
+        register(functools.partial(_end, weakref.ref(self), self._thread, os.getpid()))
+
+    async def stop(self) -> None:
+        """Finish what has begun and end the thread; the rest fails."""
+        if self._thread is not None:
+            self._thread = None
+            self.interrupt()
+            await self._ended.wait()
+
+    def interrupt(self) -> None:
+        """Ask the thread to end after what it is at."""
+        self._stopping = True
+        self._tasks.put(None)
+
+    def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Queue a function for the worker; the future is resolved on the event loop."""
+        return self._put(function, args)
+
+    def run_for(self, run: str, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Queue a function that comes after everything that was queued for the same run; see `Beside` for its end."""
+        return self._put(function, args, run)
+
+    def run_save(self, run: str, function: Callable[[], Beside]) -> asyncio.Future[Any]:
+        """Queue a function that comes after what its run was asked for, other saves excepted: they end in order."""
+        return self._put(function, (), run, is_save=True)
+
+    def run_pass(self, run: str, job: str, start: Callable[[], object]) -> asyncio.Future[ForwardBackwardOutput]:
+        """Queue a pass, which `start` starts on the engine under this job's name; the future has its output."""
+        return self._put(start, (), run, job)
+
+    def _put(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        run: str | None = None,
+        job: str | None = None,
+        *,
+        is_save: bool = False,
+    ) -> asyncio.Future[Any]:
+        assert self._loop is not None, "the worker has not been started"
+        future: asyncio.Future[Any] = self._loop.create_future()
+        future.add_done_callback(_seen)
+        self._tasks.put(_Task(function, args, future, run, job, is_save))
+        if self.failure is not None:  # else the thread takes it, or empties the queue after it has said so
+            _settle(future, self.failure)
+        return future
+
+    def sample(
+        self,
+        job: str,
+        sampler: str,
+        request: SampleRequest,
+        seed: int,
+        listener: Listener | None = None,
+        owner: str = "",
+        cache: str = "",
+    ) -> asyncio.Future[Sampled]:
+        """Queue a sampling job. A listener is called on the event loop, for the last time before the job is done."""
+        assert self._loop is not None, "the worker has not been started"
+        done: asyncio.Future[Sampled] = self._loop.create_future()
+        admitted = self.run(self._admit, job, sampler, request, seed, done, listener, owner, cache)
+        admitted.add_done_callback(lambda future: _pass_failure(future, done))
+        return done
+
+    def cancel(self, job: str) -> None:
+        """Drop a job, started or not; it fails. One that has ended is left alone."""
+        self._cancelled.add(job)
+        self.run(self._uncancel, job)  # wakes the thread; and behind this job's admission nothing has to be remembered
+
+    def _uncancel(self, job: str) -> None:
+        self._drop_cancelled()
+        self._cancelled.discard(job)
+
+    def _drop_cancelled(self) -> None:
+        for job in [job for job in self._cancelled.copy() if job in self._samples]:
+            self._drop_sample(job, EngineError(CANCELLED))
+
+    def _drop_sample(self, job: str, why: Exception) -> None:
+        """Have a job fail; that the engine cannot drop it concerns no other."""
+        future = self._samples.pop(job)
+        try:
+            self.engine.sample_cancel(job)
+        except Exception:
+            logger.exception("the engine cannot drop the sample %s", job)
+        finally:
+            self._resolve(future, why)
+
+    def cancel_samples(self, prefix: str) -> None:
+        """Drop the jobs whose names begin so, started or not; they fail."""
+        self.run(self._cancel, prefix)
+
+    def _cancel(self, prefix: str) -> None:
+        for job in [job for job in self._samples if job.startswith(prefix)]:
+            self._drop_sample(job, EngineError("the session has ended"))
+
+    def _admit(
+        self,
+        job: str,
+        sampler: str,
+        request: SampleRequest,
+        seed: int,
+        done: asyncio.Future[Sampled],
+        listener: Listener | None,
+        owner: str,
+        cache: str,
+    ) -> None:
+        if job in self._cancelled:
+            raise EngineError(CANCELLED)
+        relay = self._relay(listener) if listener else None
+        self.engine.sample_start(job, sampler, request, seed, relay, owner, cache)
+        self._samples[job] = done
+
+    def _relay(self, listener: Listener) -> Listener:
+        def relay(drawn: Sequence[DrawnToken]) -> None:
+            self._post(listener, drawn)
+
+        return relay
+
+    def _run(self) -> None:
+        why = EngineError(STOPPED, "server")
+        try:
+            while self._take():
+                if not self._stopping:
+                    self._advance()
+        except BaseException as error:  # nobody else would hear of it, and everyone would wait for ever
+            logger.critical("the engine's thread has died; the server must be restarted", exc_info=True)
+            why = self.failure = _death(error)
+        self._stopping = True
+        try:
+            self._stop_all(why)
+            self._files.shutdown()  # what is being written is finished; what has not begun sees that it is too late
+            self._empty_queue(why)
+        finally:
+            self._post(self._ended.set)
+
+    def _take(self) -> bool:
+        """Take what has been queued, and wait for something if there is nothing to do; false at the end."""
+        until = time.perf_counter() + TAKING_SECONDS
+        try:
+            while True:
+                is_idle = self._stopping or not (self._passes or self.engine.sampling())
+                task = self._tasks.get(block=is_idle)
+                if task is None:
+                    return False
+                if task.run is None:
+                    self._execute(task)
+                else:
+                    self._waiting.setdefault(task.run, deque()).append(task)
+                    self._release(task.run)
+                if self._cancelled:
+                    self._drop_cancelled()
+                if time.perf_counter() > until:
+                    return True
+        except queue.Empty:
+            return True
+
+    def _advance(self) -> None:
+        """Make a step of training or of sampling, whichever has had less time."""
+        kinds = [TRAINING] * bool(self._passes) + [SAMPLING] * self.engine.sampling()
+        if not kinds:
+            return
+        self._shares.note(kinds)
+        kind = self._shares.first(kinds)
+        began = time.perf_counter()
+        if kind == TRAINING:
+            self._pass_step()
+        else:
+            self._step()
+        self._shares.charge(kind, time.perf_counter() - began)
+        self.steps[kind] += 1
+
+    def _release(self, run: str) -> None:
+        """Begin what nothing of its run is before any more."""
+        waiting = self._waiting.get(run, deque())
+        while waiting and self._may_begin(run, waiting[0]):
+            task = waiting.popleft()
+            if task.job is None or self._stopping:
+                self._execute(task)
+                continue
+            try:
+                task.function()
+            except Exception as error:
+                self._resolve(task.future, error)
+            except BaseException as error:
+                self._resolve(task.future, _death(error))
+                raise
+            else:
+                self._passes[task.job] = task
+                self._open[run] += 1
+        if not waiting:
+            self._waiting.pop(run, None)
+
+    def _may_begin(self, run: str, task: _Task) -> bool:
+        if task.job is not None:
+            return True
+        return not self._open[run] and (task.is_save or not self._saves[run])
+
+    def _pass_step(self) -> None:
+        try:
+            ended = self.engine.pass_step()
+        except Exception as error:
+            logger.exception("a step of training failed; the passes under way are lost")
+            ended = [PassDone(job, error) for job in self._passes]
+        for done in ended:
+            if (task := self._passes.pop(done.job, None)) is None:
+                continue
+            self._close(self._open, task, done.result)
+
+    def _close(self, counter: Counter[str], task: _Task, outcome: Any) -> None:
+        """Tell how an operation of a run ended, and let what waits for it begin."""
+        assert task.run is not None
+        counter[task.run] -= 1
+        if not counter[task.run]:
+            del counter[task.run]
+        self._resolve(task.future, outcome)
+        self._release(task.run)
+
+    def _work_beside(self, task: _Task, beside: Beside) -> None:
+        """Go on with an operation, on the thread for that; it comes back to the engine's."""
+        outcome: Any = EngineError(STOPPED, "server")
+        try:
+            if not self._stopping:
+                outcome = beside.work()
+        except Exception as error:
+            outcome = error
+        finally:
+            self._tasks.put(_Task(self._come_back, (task, beside, outcome), task.future))
+
+    def _come_back(self, task: _Task, beside: Beside, outcome: Any) -> None:
+        try:
+            if not isinstance(outcome, Exception):
+                outcome = beside.then(outcome)
+        except Exception as error:
+            outcome = error
+        self._close(self._saves, task, outcome)
+
+    def _stop_all(self, why: EngineError) -> None:
+        for task in [*self._passes.values(), *(task for tasks in self._waiting.values() for task in tasks)]:
+            self._resolve(task.future, why)
+        self._waiting.clear()
+        self._empty_queue(why)
+        self._fail_samples(why)
+
+    def _empty_queue(self, why: EngineError) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                queued = self._tasks.get_nowait()
+                if queued is not None and queued.function == self._come_back:
+                    self._execute(queued)
+                elif queued is not None:
+                    self._resolve(queued.future, why)
+
+    def _execute(self, task: _Task) -> None:
+        if self._stopping and task.function != self._come_back:
+            self._resolve(task.future, EngineError(STOPPED, "server"))
+            return
+        try:
+            outcome = task.function(*task.args)
+            if isinstance(outcome, Beside):
+                self._files.submit(self._work_beside, task, outcome)
+        except Exception as error:
+            self._resolve(task.future, error)
+        except BaseException as error:
+            self._resolve(task.future, _death(error))
+            raise
+        else:
+            if isinstance(outcome, Beside):
+                assert task.run is not None, "nothing would wait for it"
+                self._saves[task.run] += 1
+            else:
+                self._resolve(task.future, outcome)
+
+    def _step(self) -> None:
+        try:
+            ended = self.engine.sample_step()
+        except Exception as error:
+            logger.exception("a sampling step failed; the samples under way are lost")
+            self._fail_samples(error)
+            return
+        outcomes = [(self._samples.pop(done.job), _outcome(done)) for done in ended if done.job in self._samples]
+        if outcomes:  # told together, so that whoever waits for several is woken once
+            self._post(_settle_all, outcomes)
+
+    def _fail_samples(self, error: Exception) -> None:
+        for job in list(self._samples):
+            self._drop_sample(job, error)
+
+    def _resolve(self, future: asyncio.Future[Any], outcome: Any) -> None:
+        self._post(_settle, future, outcome)
+
+    def _post(self, function: Callable[..., object], *args: object) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+def _death(error: BaseException) -> EngineError:
+    kind = type(error).__name__
+    return EngineError(f"the server's engine has died ({kind}): see the server's log, and restart it", "server")
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Not everyone waits for what they ask the worker to drop; asyncio would complain of its failure at the end."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _outcome(done: SampleDone) -> Sampled | Exception:
+    return done.result if isinstance(done.result, Exception) else Sampled(done.result, done.recordings)
+
+
+def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+def _settle_all(outcomes: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, outcome in outcomes:
+        _settle(future, outcome)
+
+
+def _pass_failure(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
+    if not source.cancelled() and (error := source.exception()) is not None and not target.done():
+        target.set_exception(error)

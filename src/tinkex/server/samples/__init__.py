@@ -1,0 +1,1 @@
+"""Samplers and their samples: weights, in-flight targets, recordings."""

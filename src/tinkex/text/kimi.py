@@ -1,0 +1,173 @@
+"""The tokenizer of Kimi K2, which comes as a file of ranks for tiktoken instead of a tokenizer.json."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from tinkex.errors import ConfigurationError
+from tinkex.hub import hub_files
+from tinkex.tokenizers import KIMI, KIMI_REVISION
+
+SPECIAL_TOKENS = 256
+Matching: TypeAlias = Literal["parity", "longest"]
+
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+"""How text is split before the ranks apply; the first alternative that fits is taken."""
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """The ranks of a `tiktoken.model`: lines of base64, a blank and a number; others are passed over.
+
+    Raises:
+        ConfigurationError: There are none.
+    """
+    ranks: dict[bytes, int] = {}
+    for line in path.read_bytes().splitlines():
+        token, _, rank = line.strip().partition(b" ")
+        if not rank.strip().isdigit():
+            continue
+        try:
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except binascii.Error:
+            continue
+    ranks.pop(b"", None)
+    if not ranks:
+        raise ConfigurationError(f"{path} holds no ranks: it is no tiktoken file")
+    return ranks
+
+
+def read_special_tokens(config: Mapping[str, Any], first: int) -> dict[str, int]:
+    """The special tokens, which follow the ranks: by their names in `tokenizer_config.json`, else as reserved ones."""
+    added = config.get("added_tokens_decoder")
+    named = added if isinstance(added, Mapping) else {}
+    tokens: dict[str, int] = {}
+    for number in range(first, first + SPECIAL_TOKENS):
+        entry = named.get(str(number))
+        name = entry.get("content") if isinstance(entry, Mapping) else None
+        tokens[name if isinstance(name, str) and name else f"<|reserved_token_{number}|>"] = number
+    return tokens
+
+
+class KimiTokenizer:
+    """A tokenizer over ranks and special tokens, with the method names of transformers'.
+
+    Args:
+        ranks: The bytes of each token and its id.
+        special_tokens: Tokens that are taken whole, and their ids.
+        pattern: How text is split first.
+        matching: Which special token is taken where one begins with another: tiktoken's own choice, or the longest.
+
+    Raises:
+        ConfigurationError: tiktoken is not installed.
+    """
+
+    def __init__(
+        self,
+        ranks: Mapping[bytes, int],
+        special_tokens: Mapping[str, int],
+        pattern: str = PATTERN,
+        matching: Matching = "parity",
+    ) -> None:
+        if matching not in ("parity", "longest"):
+            raise ValueError(f"special_token_matching must be 'parity' or 'longest', got {matching!r}")
+        try:
+            tiktoken: Any = importlib.import_module("tiktoken")
+        except ImportError:
+            raise ConfigurationError(
+                f"the tokenizer of {KIMI} needs the package 'tiktoken'", hint="pip install tiktoken"
+            ) from None
+        self._encoding: Any = tiktoken.Encoding(
+            name="kimi", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=dict(special_tokens)
+        )
+        self._special = dict(special_tokens)
+        self._known = set(ranks.values()) | set(special_tokens.values())
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self._splitter = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if matching == "longest" else None
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        tiktoken_model_path: str | os.PathLike[str] | None = None,
+        tokenizer_config_path: str | os.PathLike[str] | None = None,
+        revision: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        endpoint: str | None = None,
+        pat_str: str | None = None,
+        special_token_matching: Matching = "parity",
+        http_timeout_ms: int = hub_files.HTTP_TIMEOUT_MS,
+    ) -> KimiTokenizer:
+        """Read the files that are named, and fetch the others at the pinned revision."""
+
+        def place(given: str | os.PathLike[str] | None, name: str) -> Path:
+            if given is not None:
+                return Path(given).expanduser()
+            return hub_files.resolve_file(
+                KIMI,
+                revision or KIMI_REVISION,
+                name,
+                cache_dir=cache_dir,
+                endpoint=endpoint,
+                http_timeout_ms=http_timeout_ms,
+            )
+
+        ranks = read_ranks(place(tiktoken_model_path, "tiktoken.model"))
+        config = json.loads(place(tokenizer_config_path, "tokenizer_config.json").read_text())
+        special = read_special_tokens(config if isinstance(config, Mapping) else {}, len(ranks))
+        return cls(ranks, special, pat_str or PATTERN, special_token_matching)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+        return len(self._known)
+
+    def encode(self, text: str, allow_special_tokens: bool = True) -> list[int]:
+        """Text to token ids; text that spells a special token becomes it, unless that is not allowed."""
+        try:
+            return self._encode(text, allow_special_tokens)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # how tiktoken says that a byte is no token; no Exception
+                raise
+            raise ValueError("the text has bytes that are no tokens") from error
+
+    def _encode(self, text: str, allow_special_tokens: bool) -> list[int]:
+        if not allow_special_tokens:
+            return list(self._encoding.encode_ordinary(text))
+        if self._splitter is None:
+            return list(self._encoding.encode(text, allowed_special="all"))
+        tokens: list[int] = []
+        for index, part in enumerate(self._splitter.split(text)):
+            tokens += [self._special[part]] if index % 2 else self._encoding.encode_ordinary(part)
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Token ids to text; bytes that are no text become the replacement character.
+
+        Raises:
+            ValueError: There is no such token.
+        """
+        if unknown := [token for token in tokens if token not in self._known]:
+            raise ValueError(f"there is no token {unknown[0]}")
+        data: bytes = self._encoding.decode_bytes(list(tokens))
+        return data.decode("utf-8", errors="replace")
